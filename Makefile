@@ -1,0 +1,37 @@
+.DELETE_ON_ERROR:
+.PHONY: train test lint clean
+
+PYTHON ?= python3.12
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# mypy finds packages by path and knows nothing of setuptools' package-dir: it is shown the tree as an installation lays it out.
+TYPED := build/typed/mcore_dsa
+
+export OMP_NUM_THREADS := 1
+# Megatron compiles its small fusions with torch.compile, which takes minutes on a CPU and needs a C++ compiler.
+test train: export TORCHDYNAMO_DISABLE := 1
+
+train: $(INSTALLED)
+	SKYRL_DSA_INDEXER_TP_SHARD=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
+		-m mcore_dsa.train --config configs/tiny_tp2.yaml $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(TYPED)
+	mkdir -p $(TYPED)
+	ln -s $(CURDIR)/mcore_dsa/* $(CURDIR)/patches $(TYPED)
+	$(BIN)/mypy $(TYPED)
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): requirements.txt pyproject.toml
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --requirement requirements.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
