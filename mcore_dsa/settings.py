@@ -1,0 +1,134 @@
+"""What the environment asks for: the only place of the package that reads ``os.environ``.
+
+A value that cannot be read does not raise here. Under a process group every rank has to raise together, or the ones
+that could read theirs hang in the next collective: the fault is kept, and travels with the values into the agreement.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+# Ways to cut the indexer's query rows over the tensor-parallel group.
+Partition = Literal["contiguous"]
+
+PARTITION_VARIABLE = "SKYRL_DSA_INDEXER_TP_SHARD"
+SCORE_BYTES_VARIABLE = "MCORE_DSA_SCORE_BYTES"
+ATTEND_BYTES_VARIABLE = "MCORE_DSA_ATTEND_BYTES"
+
+_DEFAULT_BYTES = 256 * 2**20
+
+_PARTITION_WORDS: dict[str, Partition | None] = {
+    **dict.fromkeys(("0", "false", "off"), None),
+    **dict.fromkeys(("1", "true", "on"), "contiguous"),
+    **{partition: partition for partition in get_args(Partition)},
+}
+_PARTITIONS_ACCEPTED = "unset, empty, 0, false or off; 1, true or on; " + ", ".join(get_args(Partition))
+
+_BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BYTES_ACCEPTED = "a positive whole number of bytes below 2**63, as in 67108864, or with a unit: B, KiB, MiB or GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting[T]:
+    """One setting as it takes effect.
+
+    Attributes:
+        name: the environment variable.
+        value: the value in effect; the default where the variable is unset, empty or refused.
+        raw: what the variable holds, ``None`` where it is unset.
+        reason: where ``value`` comes from, for the log.
+        fault: ``raw`` and what is accepted in its place, where it is refused; else empty.
+    """
+
+    name: str
+    value: T
+    raw: str | None
+    reason: str
+    fault: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings, as one rank reads them.
+
+    Attributes:
+        partition: how the indexer's query rows are cut over the tensor-parallel group; ``None`` leaves every row on
+            every rank.
+        score_bytes: bytes that scores in flight may take.
+        attend_bytes: bytes that either pass of the sparse attention may take beyond what its caller holds.
+    """
+
+    partition: Setting[Partition | None]
+    score_bytes: Setting[int]
+    attend_bytes: Setting[int]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """One line for each variable that is refused, naming it, its value and what is accepted."""
+        return tuple(f"{setting.name}={setting.fault}" for setting in self._all() if setting.fault)
+
+    def raise_faults(self) -> None:
+        """Raise a ``ValueError`` with every fault, if there is any."""
+        if self.faults:
+            raise ValueError("; ".join(self.faults))
+
+    def describe(self) -> dict[str, str]:
+        """The variables and what each comes to, as text that is equal on two ranks if and only if they agree.
+
+        Two spellings of one value are equal. A refused value stands as it was given, so that ranks which refuse
+        different values, or of which only one refuses, differ.
+        """
+        return {setting.name: setting.fault or _as_text(setting.value) for setting in self._all()}
+
+    def _all(self) -> tuple[Setting[Any], ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read every setting from ``environ``, by default the process's environment.
+
+    A bad value never raises: see :attr:`Settings.faults` and :meth:`Settings.raise_faults`.
+    """
+    environ = os.environ if environ is None else environ
+    return Settings(
+        partition=_read(environ, PARTITION_VARIABLE, _parse_partition, _PARTITIONS_ACCEPTED, None),
+        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, _DEFAULT_BYTES),
+        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, _DEFAULT_BYTES),
+    )
+
+
+def _read[T](environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str, default: T) -> Setting[T]:
+    """``parse`` gets the trimmed value in lower case and raises ``LookupError`` for one it does not accept."""
+    raw = environ.get(name)
+    if raw is None or not raw.strip():
+        reason = f"default, {name} is {'unset' if raw is None else 'empty'}"
+        return Setting(name=name, value=default, raw=raw, reason=reason)
+    try:
+        value = parse(raw.strip().lower())
+    except LookupError:
+        fault = f"{raw!r} is refused; accepted: {accepted}"
+        return Setting(name=name, value=default, raw=raw, reason=f"default, {name} is refused", fault=fault)
+    return Setting(name=name, value=value, raw=raw, reason=f"{name}={raw!r}")
+
+
+def _parse_partition(text: str) -> Partition | None:
+    return _PARTITION_WORDS[text]
+
+
+def _parse_bytes(text: str) -> int:
+    # Nineteen digits hold 2**63 - 1.
+    match = re.fullmatch(r"([0-9]{1,19}) *([a-z]*)", text)
+    if match is None:
+        raise LookupError(text)
+    size = int(match[1]) * _BYTE_UNITS[match[2]]
+    if not 0 < size < 2**63:
+        raise LookupError(text)
+    return size
+
+
+def _as_text(value: object) -> str:
+    return "off" if value is None else str(value)

@@ -1,0 +1,153 @@
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mcore_dsa.settings import (
+    ATTEND_BYTES_VARIABLE,
+    PARTITION_VARIABLE,
+    SCORE_BYTES_VARIABLE,
+    read_settings,
+)
+
+OFF = ["", " ", "0", "false", "FALSE", "off", " Off\n"]
+CONTIGUOUS = ["1", "true", "True", "on", "ON", "contiguous", "\tContiguous "]
+UNKNOWN = ["zigzag", "balanced", "2", "yes", "no", "none", "contiguous,", "1 1", "-1", "01"]
+BYTES = {
+    "1": 1,
+    "67108864": 2**26,
+    "64B": 64,
+    "3KiB": 3 * 2**10,
+    "64MiB": 64 * 2**20,
+    " 64 mib ": 64 * 2**20,
+    "1GiB": 2**30,
+    "007": 7,
+    str(2**63 - 1): 2**63 - 1,
+}
+NOT_BYTES = ["0", "0MiB", "-1", "+1", "1.5GiB", "1e9", "64KB", "64MB", "64M", "MiB", "1 2", "1_000", "0x10", "٣"]
+TOO_MANY_BYTES = [str(2**63), "8589934592GiB", "9" * 10_000]
+
+
+def test_nothing_set_means_off_and_the_default_budgets() -> None:
+    settings = read_settings({})
+    assert settings.partition.value is None
+    assert settings.partition.raw is None
+    assert settings.partition.reason == "default, SKYRL_DSA_INDEXER_TP_SHARD is unset"
+    assert settings.score_bytes.value == settings.attend_bytes.value == 268_435_456
+    assert settings.faults == ()
+    settings.raise_faults()
+
+
+@pytest.mark.parametrize("raw", OFF)
+def test_partition_off(raw: str) -> None:
+    settings = read_settings({PARTITION_VARIABLE: raw})
+    assert settings.partition.value is None
+    assert settings.partition.raw == raw
+    assert settings.faults == ()
+
+
+@pytest.mark.parametrize("raw", CONTIGUOUS)
+def test_partition_contiguous(raw: str) -> None:
+    settings = read_settings({PARTITION_VARIABLE: raw})
+    assert settings.partition.value == "contiguous"
+    assert settings.partition.reason == f"SKYRL_DSA_INDEXER_TP_SHARD={raw!r}"
+    assert settings.faults == ()
+
+
+@pytest.mark.parametrize("raw", UNKNOWN)
+def test_unknown_partition_is_kept_as_a_fault(raw: str) -> None:
+    settings = read_settings({PARTITION_VARIABLE: raw})
+    assert settings.partition.value is None
+    (fault,) = settings.faults
+    assert f"SKYRL_DSA_INDEXER_TP_SHARD={raw!r}" in fault
+    assert "0, false or off; 1, true or on; contiguous" in fault
+    assert settings.partition.raw == raw
+    assert "refused" in settings.partition.reason
+
+
+@pytest.mark.parametrize("raw", BYTES)
+def test_byte_sizes(raw: str) -> None:
+    settings = read_settings({SCORE_BYTES_VARIABLE: raw})
+    assert settings.score_bytes.value == BYTES[raw]
+    assert settings.attend_bytes.value == 268_435_456
+    assert settings.faults == ()
+    assert read_settings({ATTEND_BYTES_VARIABLE: raw}).attend_bytes.value == BYTES[raw]
+
+
+@pytest.mark.parametrize("raw", NOT_BYTES + TOO_MANY_BYTES)
+def test_bad_byte_size_is_kept_as_a_fault(raw: str) -> None:
+    settings = read_settings({ATTEND_BYTES_VARIABLE: raw})
+    assert settings.attend_bytes.value == 268_435_456
+    (fault,) = settings.faults
+    assert f"MCORE_DSA_ATTEND_BYTES={raw!r}" in fault
+    assert "B, KiB, MiB or GiB" in fault
+
+
+def test_every_fault_is_raised_at_once() -> None:
+    settings = read_settings({PARTITION_VARIABLE: "zigzag", SCORE_BYTES_VARIABLE: "0", ATTEND_BYTES_VARIABLE: "64KB"})
+    assert len(settings.faults) == 3
+    with pytest.raises(ValueError, match=r"INDEXER_TP_SHARD='zigzag'.*SCORE_BYTES='0'.*ATTEND_BYTES='64KB'"):
+        settings.raise_faults()
+
+
+@given(st.text(), st.text())
+@example("1", "zigzag")
+def test_no_value_raises_while_reading(partition: str, size: str) -> None:
+    settings = read_settings({PARTITION_VARIABLE: partition, SCORE_BYTES_VARIABLE: size})
+    assert settings.partition.value in (None, "contiguous")
+    assert 0 < settings.score_bytes.value < 2**63
+    if not settings.faults:
+        settings.raise_faults()
+        return
+    with pytest.raises(ValueError, match="is refused"):
+        settings.raise_faults()
+
+
+def test_description_is_equal_for_two_spellings_and_different_for_two_values() -> None:
+    environments: list[list[dict[str, str]]] = [
+        [{}, *({PARTITION_VARIABLE: raw} for raw in OFF), {SCORE_BYTES_VARIABLE: "256MiB"}],
+        [{PARTITION_VARIABLE: raw} for raw in CONTIGUOUS],
+        [{SCORE_BYTES_VARIABLE: raw} for raw in ("1GiB", "1024MiB", "1073741824")],
+        [{ATTEND_BYTES_VARIABLE: "1GiB"}],
+        *([{PARTITION_VARIABLE: raw}] for raw in UNKNOWN),
+        *([{SCORE_BYTES_VARIABLE: raw}] for raw in NOT_BYTES),
+    ]
+    described = [[read_settings(environ).describe() for environ in group] for group in environments]
+    for number, group in enumerate(described):
+        assert all(description == group[0] for description in group)
+        assert all(group[0] != other[0] for other in described[:number])
+
+
+def test_description_is_plain_text() -> None:
+    assert read_settings(
+        {PARTITION_VARIABLE: "1", SCORE_BYTES_VARIABLE: "1MiB", ATTEND_BYTES_VARIABLE: "-1"}
+    ).describe() == {
+        "SKYRL_DSA_INDEXER_TP_SHARD": "contiguous",
+        "MCORE_DSA_SCORE_BYTES": "1048576",
+        "MCORE_DSA_ATTEND_BYTES": "'-1' is refused; accepted: a positive whole number of bytes below 2**63, as in "
+        "67108864, or with a unit: B, KiB, MiB or GiB",
+    }
+    assert read_settings({}).describe()["SKYRL_DSA_INDEXER_TP_SHARD"] == "off"
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PARTITION_VARIABLE, "on")
+    monkeypatch.setenv(SCORE_BYTES_VARIABLE, "1KiB")
+    monkeypatch.delenv(ATTEND_BYTES_VARIABLE, raising=False)
+    settings = read_settings()
+    assert settings.partition.value == "contiguous"
+    assert settings.score_bytes.value == 1024
+    assert settings.attend_bytes.raw is None
+
+
+def test_nothing_is_read_at_import() -> None:
+    program = (
+        "import os, mcore_dsa.settings as s; os.environ[s.PARTITION_VARIABLE] = '1'; "
+        "print(s.read_settings().partition.value)"
+    )
+    environ = os.environ | {PARTITION_VARIABLE: "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "contiguous"
