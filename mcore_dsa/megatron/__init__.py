@@ -1,0 +1,1 @@
+"""The only Megatron code of this package."""

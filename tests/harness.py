@@ -1,0 +1,295 @@
+"""Run one function on several ranks, each a fresh process, and bring back what every rank returned or raised.
+
+The processes are forked from a server that has torch and Megatron imported already: a second two-rank run takes about
+0.3 s where fresh interpreters take 6 s. Each process that calls this (each pytest-xdist worker too) has one such server
+of about 700 MB, shared with its ranks by copy-on-write.
+"""
+
+import contextlib
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+# Installed packages only: the fork server ignores sys.path and skips in silence what it cannot import (Python 3.12).
+PRELOAD = (
+    "torch",
+    "pytest",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.dist_checkpointing",
+    "mcore_dsa",
+)
+# No compilation and one thread, or a rank takes long to start; NVML, because CUDA asked before a fork is lost after it.
+SERVER_ENV = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Seconds that the other ranks get to fail on their own, so that their tracebacks come too, before they are ended.
+GRACE_S = 3.0
+
+Env = Mapping[str, str | None]
+
+
+class RanksFailed(AssertionError):
+    """Some rank raised, died or hung; the message holds the tracebacks in the order in which they came."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the ranks of one run have in common."""
+
+    # A pickle, so that a process sees what the server imported before it imports anything for the function.
+    call: bytes
+    world_size: int
+    backend: Literal["gloo", "nccl"]
+    device: Literal["cpu", "cuda"]
+    timeout: float
+    folder: Path
+
+    def stack_file(self, rank: int) -> Path:
+        return self.folder / f"stack{rank}"
+
+
+@dataclass(frozen=True)
+class _Report:
+    """How a rank ended: when (monotonic seconds), whether the function returned, and its value or the traceback."""
+
+    at: float
+    succeeded: bool
+    value: Any
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: BaseProcess
+    reader: connection.Connection
+    report: _Report | None = None
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: Env | Sequence[Env] | None = None,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> list[Any]:
+    """``fn(*args)`` on every rank of a new process group; the values in the order of ranks, their tensors on the CPU.
+
+    ``fn`` is a top-level function of an importable module. ``env`` is set (None unsets) before it runs: one mapping for
+    all ranks, or a sequence with one for each. ``device="cpu"`` hides CUDA devices from the ranks; ``"cuda"`` makes
+    device ``rank % devices`` current.
+
+    Raises:
+        RanksFailed: a rank raised or died, or did not end within ``timeout`` seconds; all that still run are killed.
+        ValueError: ``env`` has another number of entries than ranks, or NCCL would have to share a device.
+    """
+    envs = [env] * world_size if env is None or isinstance(env, Mapping) else list(env)
+    if len(envs) != world_size:
+        raise ValueError(
+            f"env has {len(envs)} entries: accepted are one mapping, or one for each of {world_size} ranks"
+        )
+    if backend == "nccl" and (device != "cuda" or torch.cuda.device_count() < world_size):
+        raise ValueError(
+            f"backend='nccl' needs device='cuda' and {world_size} devices; there are {torch.cuda.device_count()}"
+        )
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = _Job(pickle.dumps((fn, args)), world_size, backend, device, timeout, Path(folder))
+        ranks: list[_Rank] = []
+        try:
+            for number in range(world_size):
+                ranks.append(_start(number, job, envs[number] or {}))
+            _collect(ranks, timeout)
+        finally:
+            for rank in ranks:
+                _end(rank)
+        if not all(rank.report is not None and rank.report.succeeded for rank in ranks):
+            raise RanksFailed(_describe(fn, ranks, job))
+    return [rank.report.value for rank in ranks if rank.report is not None]
+
+
+def megatron_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    vp: int | None = None,
+    seed: int = 1234,
+    **options: Any,
+) -> list[Any]:
+    """:func:`run_ranks` with the patches applied, Megatron's process groups made and its random states seeded.
+
+    The data-parallel size is what ``world_size`` leaves. ``options`` are those of :func:`run_ranks`.
+    """
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "virtual_pipeline_model_parallel_size": vp,
+    }
+    return run_ranks(_in_megatron, world_size, fn, sizes, seed, args, **options)
+
+
+def _in_megatron(fn: Callable[..., Any], sizes: dict[str, int | None], seed: int, args: tuple[Any, ...]) -> Any:
+    from mcore_dsa import patches
+
+    patches.apply()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        return fn(*args)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _start(number: int, job: _Job, env: Env) -> _Rank:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with _environment(SERVER_ENV):
+        forkserver.ensure_running()
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_rank_main, args=(number, job, dict(env), writer), daemon=True)
+    process.start()
+    writer.close()
+    return _Rank(number, process, reader)
+
+
+@contextlib.contextmanager
+def _environment(changes: Env) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    _set_environment(changes)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(changes: Env) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _rank_main(number: int, job: _Job, env: Env, writer: connection.Connection) -> None:
+    missing = [module for module in PRELOAD if module not in sys.modules]
+    _set_environment(env)
+    if job.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with job.stack_file(number).open("w") as stack:
+        # Written by a thread that needs no interpreter lock, so that a rank stuck inside a collective shows where.
+        faulthandler.dump_traceback_later(job.timeout * 0.9, file=stack)
+        try:
+            if missing:
+                raise ImportError(
+                    f"the fork server could not import {missing}; are mcore_dsa and its extra dev installed?"
+                )
+            report = _Report(time.monotonic(), True, _run(number, job))
+        except BaseException:
+            report = _Report(time.monotonic(), False, traceback.format_exc())
+        try:
+            # Before the group is destroyed: that breaks the others' collectives, and their reports would come first.
+            writer.send_bytes(_packed(report))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            # A process that keeps its group aborts at exit now and then ("terminate called without an exception").
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _packed(report: _Report) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(report, buffer)
+    except Exception:
+        buffer = io.BytesIO()
+        torch.save(_Report(report.at, False, f"the value cannot be sent:\n{traceback.format_exc()}"), buffer)
+    return buffer.getvalue()
+
+
+def _run(number: int, job: _Job) -> Any:
+    torch.set_num_threads(1)
+    if job.device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    store = dist.FileStore(str(job.folder / "store"), job.world_size)
+    wait = timedelta(seconds=job.timeout)
+    dist.init_process_group(job.backend, store=store, rank=number, world_size=job.world_size, timeout=wait)
+    fn, args = pickle.loads(job.call)
+    return fn(*args)
+
+
+def _collect(ranks: Sequence[_Rank], timeout: float) -> None:
+    """Wait for the reports; once a rank has failed only ``GRACE_S`` longer, for the others may wait for it for ever."""
+    deadline = time.monotonic() + timeout
+    running = {rank.reader: rank for rank in ranks}
+    while running:
+        ready = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for reader in ready:
+            rank = running.pop(cast(connection.Connection, reader))
+            rank.report = _received(rank)
+            if not rank.report.succeeded:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+
+
+def _received(rank: _Rank) -> _Report:
+    try:
+        packed = rank.reader.recv_bytes()
+    except EOFError:
+        rank.process.join()
+        code = rank.process.exitcode or 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return _Report(time.monotonic(), False, f"the process ended without a report: {how}\n")
+    report = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+    assert isinstance(report, _Report)
+    return report
+
+
+def _end(rank: _Rank) -> None:
+    if rank.report is not None:
+        rank.process.join(GRACE_S)
+    rank.process.kill()
+    rank.process.join()
+    rank.reader.close()
+
+
+def _describe(fn: Callable[..., Any], ranks: Sequence[_Rank], job: _Job) -> str:
+    failed = [rank for rank in ranks if rank.report is not None and not rank.report.succeeded]
+    failed.sort(key=lambda rank: rank.report.at if rank.report else 0.0)
+    running = [rank.number for rank in ranks if rank.report is None]
+    lines = [f"{fn.__module__}.{fn.__qualname__} on {job.world_size} ranks:"]
+    for rank in failed:
+        lines.append(f"rank {rank.number} failed:\n{rank.report.value if rank.report else ''}")
+    if failed and running:
+        lines.append(f"ranks {running} still ran {GRACE_S:g} s later and were killed")
+    elif running:
+        lines.append(f"ranks {running} hung: killed after {job.timeout:g} s, when they were at")
+        lines += [f"rank {number}:\n{job.stack_file(number).read_text()}" for number in running]
+    return "\n".join(lines)
