@@ -48,7 +48,13 @@ class PoolLayout:
 
     @classmethod
     def from_segments(
-        cls, segment_start_BN: Tensor, segment_end_BN: Tensor, *, num_tokens: int, pool_size: int, first_pool_id: int = 0
+        cls,
+        segment_start_BN: Tensor,
+        segment_end_BN: Tensor,
+        *,
+        num_tokens: int,
+        pool_size: int,
+        first_pool_id: int = 0,
     ) -> PoolLayout:
         """Layout of explicit half-open segments, integer `[b, n]`, one row of segments a sample.
 
@@ -334,7 +340,7 @@ def _check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) ->
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {kind}; accepted is a floating-point tensor")
-    matches = tensor.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape))
+    matches = tensor.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
     if not matches:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted is {list(shape)} (None: any)")
 

@@ -1,0 +1,116 @@
+"""Index scores in products of one fixed shape, so that a score depends on its query, weights and key alone.
+
+Shapes by suffix: R rows of a tile, H index heads, D index channels, C pools (columns) of a tile.
+
+A matrix library picks its kernel by shape, and another kernel rounds otherwise: scoring a row against 17 keys instead
+of 512 changes the last bits of 64% of its scores (M, torch's CPU build). So every product here has the shape of the
+device's `Tile`, rows and keys are copied into aligned buffers of that shape, and heads are summed inside it. That a
+row's place in the tile does not matter either is measured, for every place, before the first score is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_dsa.precision import full_precision
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The one shape in which a device scores: `rows * heads` by `dim`, times `dim` by `pools`.
+
+    `strip_tiles` of them, one above the other, make a strip: as many rows as go through the top-k together.
+    """
+
+    rows: int
+    pools: int
+    strip_tiles: int
+
+    @property
+    def strip_rows(self) -> int:
+        return self.rows * self.strip_tiles
+
+    def bytes_in_use(self, heads: int, dim: int) -> int:
+        """Buffers of a `TileScorer` and the copies made to fill them, in bytes."""
+        queries, scores = self.strip_rows * heads * (dim + 1), self.rows * (heads + 1) * self.pools
+        return 4 * (2 * queries + 2 * self.pools * dim + scores)
+
+
+def tile_for(device: torch.device, heads: int) -> Tile:
+    """The tile of a device: on the CPU its scores are 256 KiB and stay in an L2; on a GPU they fill the chip."""
+    if device.type == "cpu":
+        return Tile(rows=max(1, 512 // heads), pools=128, strip_tiles=4)
+    return Tile(rows=max(1, 8192 // heads), pools=1024, strip_tiles=1)
+
+
+class TileScorer:
+    """Scores of a strip of rows against any pools, tile by tile. Owns its buffers; not for use by two threads."""
+
+    def __init__(self, tile: Tile, heads: int, dim: int, device: torch.device, *, use_relu: bool) -> None:
+        self.tile = tile
+        self._use_relu = use_relu
+        # One allocation a tile: products may round by alignment, and an allocation's is always the same.
+        self._q = [torch.zeros(tile.rows, heads, dim, device=device) for _ in range(tile.strip_tiles)]
+        self._weights = [torch.zeros(tile.rows, 1, heads, device=device) for _ in range(tile.strip_tiles)]
+        self._key = torch.zeros(tile.pools, dim, device=device)
+        self._per_head = torch.empty(tile.rows * heads, tile.pools, device=device)
+        self._score = torch.empty(tile.rows, 1, tile.pools, device=device)
+
+    def load_rows(self, q_RHD: Tensor, weights_RH: Tensor) -> None:
+        """Take up to `tile.strip_rows` rows; what stood in the other places stays there and reaches nothing."""
+        parts = zip(q_RHD.split(self.tile.rows), weights_RH.split(self.tile.rows), strict=True)
+        for index, (q, weights) in enumerate(parts):
+            self._q[index][: q.shape[0]] = q
+            self._weights[index][: q.shape[0], 0] = weights
+
+    def load_keys(self, key_CD: Tensor) -> None:
+        """Take up to `tile.pools` keys, likewise."""
+        self._key[: key_CD.shape[0]] = key_CD
+
+    def score(self, index: int) -> Tensor:
+        """fp32 `[tile.rows, tile.pools]`, `sum_h weights_h * relu(q_h . key)` of tile `index`; valid until the next."""
+        torch.mm(self._q[index].flatten(0, 1), self._key.T, out=self._per_head)
+        if self._use_relu:
+            self._per_head.clamp_min_(0)
+        torch.bmm(self._weights[index], self._per_head.view(self.tile.rows, -1, self.tile.pools), out=self._score)
+        return self._score[:, 0]
+
+
+def tile_fingerprint(device: torch.device, heads: int, dim: int) -> int:
+    """Digest of the bits in which this device scores fixed data; equal on two ranks whose scores agree.
+
+    The first call for a device, shape and thread count proves that a place in the tile does not matter: one query and
+    one key are copied into every place, and all scores must be equal.
+
+    Raises: RuntimeError where they are not.
+    """
+    with torch.no_grad(), full_precision(device.type):
+        return _probe(device, heads, dim, torch.get_num_threads())
+
+
+@functools.cache
+def _probe(device: torch.device, heads: int, dim: int, threads: int) -> int:
+    tile = tile_for(device, heads)
+    generator = torch.Generator().manual_seed(20)
+    scorer = TileScorer(tile, heads, dim, device, use_relu=True)
+    digest = 0
+    for _ in range(3):
+        q_HD, weights_H, key_D = (
+            torch.randn(shape, generator=generator).to(device) for shape in ((heads, dim), (heads,), (dim,))
+        )
+        scorer.load_rows(q_HD.expand(tile.rows, -1, -1), weights_H.expand(tile.rows, -1))
+        scorer.load_keys(key_D.expand(tile.pools, -1))
+        score_RC = scorer.score(0)
+        if not torch.equal(score_RC, score_RC[:1, :1].expand_as(score_RC)):
+            raise RuntimeError(
+                f"on {device} with {threads} threads a score of the {tile.rows} x {heads} x {dim} by {tile.pools} tile "
+                "depends on the row's or the pool's place in it, so no selection here can be independent of slice and "
+                "rank; accepted is a matrix product that rounds alike in every place"
+            )
+        digest = zlib.crc32(score_RC[0, :1].cpu().numpy().tobytes(), digest)
+    return digest
