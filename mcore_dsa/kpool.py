@@ -340,7 +340,8 @@ def _check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) ->
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {kind}; accepted is a floating-point tensor")
-    matches = tensor.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
+    matches = tensor.ndim == len(shape)
+    matches = matches and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
     if not matches:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted is {list(shape)} (None: any)")
 
