@@ -1,0 +1,325 @@
+"""One run as typed data: every field of a configuration file, each of them an option of the command line as well.
+
+No field has a default of its own. A configuration file states the whole run, so that it can be read, compared and
+repeated without this source; a missing field is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import ActionYesNo, ArgumentParser
+
+if TYPE_CHECKING:
+    # jsonargparse makes these at run time; to a type checker they would be Any.
+    type PositiveInt = int
+    type NonNegativeInt = int
+    type PositiveFloat = float
+    type NonNegativeFloat = float
+else:
+    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+# Byte tokens.
+BYTE_VALUES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model: sizes of the whole model over all ranks, under Megatron's names.
+
+    Attributes:
+        host: Megatron's model class around the attention, GPTModel or HybridModel.
+        hybrid_layer_pattern: HybridModel's pattern, one letter a layer ('D' attention, '-' MLP); null with host gpt.
+        num_layers: transformer layers; with host hybrid the letters of the pattern.
+        hidden_size: channels of a hidden row.
+        ffn_hidden_size: channels inside an MLP.
+        num_attention_heads: attention heads.
+        q_lora_rank: channels of the compressed query.
+        kv_lora_rank: channels of the latent that stands for keys and values.
+        qk_head_dim: channels of a head's query and key.
+        v_head_dim: channels of a head's value.
+        dsa_indexer_n_heads: heads of the indexer.
+        dsa_indexer_head_dim: channels of an indexer head.
+        dsa_indexer_topk: tokens a row may select, a multiple of dsa_indexer_kpool.
+        dsa_indexer_kpool: consecutive tokens compressed to one indexer key.
+        dsa_indexer_kpool_always_select_tail: whether a row also attends to its own incomplete pool.
+        layernorm_epsilon: epsilon of the RMS norms.
+        init_method_std: standard deviation of the initial weights.
+        hidden_dropout: dropout on the residual branches.
+        make_vocab_size_divisible_by: pads the 256 byte values to a multiple of this times parallel.tensor.
+    """
+
+    host: Literal["gpt", "hybrid"]
+    hybrid_layer_pattern: str | None
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    ffn_hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    q_lora_rank: PositiveInt
+    kv_lora_rank: PositiveInt
+    qk_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    dsa_indexer_n_heads: PositiveInt
+    dsa_indexer_head_dim: PositiveInt
+    dsa_indexer_topk: PositiveInt
+    dsa_indexer_kpool: PositiveInt
+    dsa_indexer_kpool_always_select_tail: bool
+    layernorm_epsilon: PositiveFloat
+    init_method_std: PositiveFloat
+    hidden_dropout: NonNegativeFloat
+    make_vocab_size_divisible_by: PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is spread. Ranks left over form the data-parallel groups.
+
+    Attributes:
+        tensor: tensor-parallel ranks; sequence parallelism is on whenever there is more than one.
+        pipeline: pipeline stages.
+        virtual_pipeline: model chunks on each pipeline rank (interleaved schedule), null for one.
+    """
+
+    tensor: PositiveInt
+    pipeline: PositiveInt
+    virtual_pipeline: PositiveInt | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Steps, batches and the optimizer.
+
+    Attributes:
+        steps: optimizer steps of the whole run, those before a resume counted.
+        micro_batch_size: sequences in one forward pass of one data-parallel rank.
+        global_batch_size: sequences in one optimizer step over all data-parallel ranks.
+        sequence_length: tokens in a sequence.
+        seed: of the initial weights, dropout and the order of the data.
+        dtype: of weights and activations; bf16 keeps fp32 master weights and reduces gradients in fp32.
+        recompute: activations to recompute in the backward pass, none, the core attention's (selective) or all (full).
+        lr: learning rate after the warm-up.
+        min_lr: learning rate at the end of the decay.
+        warmup_steps: steps of linear warm-up from 0.
+        decay_steps: step at which the decay ends, null for the last one.
+        decay_style: shape of the decay.
+        weight_decay: decoupled weight decay of matrices.
+        adam_beta1: Adam's first decay rate.
+        adam_beta2: Adam's second decay rate.
+        clip_grad: greatest norm of the gradient, 0 for no clipping.
+    """
+
+    steps: PositiveInt
+    micro_batch_size: PositiveInt
+    global_batch_size: PositiveInt
+    sequence_length: PositiveInt
+    seed: NonNegativeInt
+    dtype: Literal["fp32", "bf16"]
+    recompute: Literal["none", "selective", "full"]
+    lr: PositiveFloat
+    min_lr: NonNegativeFloat
+    warmup_steps: NonNegativeInt
+    decay_steps: PositiveInt | None
+    decay_style: Literal["constant", "linear", "cosine"]
+    weight_decay: NonNegativeFloat
+    adam_beta1: NonNegativeFloat
+    adam_beta2: NonNegativeFloat
+    clip_grad: NonNegativeFloat
+
+    @property
+    def lr_decay_steps(self) -> int:
+        """The step at which the decay ends."""
+        return self.steps if self.decay_steps is None else self.decay_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints, in <run_dir>/checkpoints.
+
+    Attributes:
+        save_every: steps between two checkpoints, 0 for only the one at the end.
+    """
+
+    save_every: NonNegativeInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What rank 0 shows. <run_dir>/metrics.jsonl is always written.
+
+    Attributes:
+        progress: whether to draw a progress bar on stderr.
+        tensorboard: whether to write TensorBoard's event files to <run_dir>/tensorboard.
+    """
+
+    progress: bool
+    tensorboard: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """One run.
+
+    Attributes:
+        run_dir: folder of everything that the run writes.
+        data: files or folders to train on, empty for the sources of Python's standard library.
+        max_data_bytes: bytes of them to read at most.
+        resume: whether to continue from the latest checkpoint in run_dir.
+        compare_unsharded: whether to run the same steps again with the indexer unsharded and compare every loss.
+    """
+
+    run_dir: str
+    data: list[str]
+    max_data_bytes: PositiveInt
+    resume: bool
+    compare_unsharded: bool
+    model: ModelConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The byte values, padded for the vocabulary-parallel layers."""
+        multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor
+        return -(-BYTE_VALUES // multiple) * multiple
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Data-parallel ranks among ``world_size`` ranks, which :meth:`faults` has accepted."""
+        return world_size // (self.parallel.tensor * self.parallel.pipeline)
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro batches of one data-parallel rank in one step."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
+
+    def faults(self, world_size: int) -> list[str]:
+        """One line for each value that cannot run on ``world_size`` ranks, naming field, value and what is accepted.
+
+        Limits of a single field are in its type; what the attention accepts is up to its own configuration class.
+        """
+        ranks = self.parallel.tensor * self.parallel.pipeline
+        if world_size % ranks:
+            return [f"{world_size} ranks; accepted: a multiple of parallel.tensor * parallel.pipeline = {ranks}"]
+        return [*self._divisibility_faults(world_size), *self._pipeline_faults(world_size), *self._other_faults()]
+
+    def _divisibility_faults(self, world_size: int) -> list[str]:
+        model, parallel, training = self.model, self.parallel, self.training
+        samples = training.micro_batch_size * self.data_parallel_size(world_size)
+        rules = [
+            ("model.num_attention_heads", model.num_attention_heads, parallel.tensor, "parallel.tensor"),
+            ("model.ffn_hidden_size", model.ffn_hidden_size, parallel.tensor, "parallel.tensor"),
+            ("training.sequence_length", training.sequence_length, parallel.tensor, "parallel.tensor"),
+            (
+                "training.global_batch_size",
+                training.global_batch_size,
+                samples,
+                "training.micro_batch_size * data-parallel ranks",
+            ),
+        ]
+        if model.host == "gpt":
+            chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
+            rules.append(
+                ("model.num_layers", model.num_layers, chunks, "parallel.pipeline * parallel.virtual_pipeline")
+            )
+        return [
+            f"{name}={value}; accepted: a multiple of {factor_name} = {factor}"
+            for name, value, factor, factor_name in rules
+            if value % factor
+        ]
+
+    def _pipeline_faults(self, world_size: int) -> list[str]:
+        chunks, stages = self.parallel.virtual_pipeline, self.parallel.pipeline
+        if chunks is None:
+            return []
+        if stages == 1:
+            return [f"parallel.virtual_pipeline={chunks}; accepted with parallel.pipeline=1: null"]
+        batches = self.micro_batches(world_size)
+        if batches < stages:
+            return [
+                f"training.global_batch_size={self.training.global_batch_size} makes {batches} micro batches a step; "
+                f"accepted with parallel.virtual_pipeline: at least parallel.pipeline = {stages} of them"
+            ]
+        return []
+
+    def _other_faults(self) -> list[str]:
+        model, training = self.model, self.training
+        faults = []
+        if (model.hybrid_layer_pattern is None) != (model.host == "gpt"):
+            accepted = "null" if model.host == "gpt" else "a pattern such as 'D-D-'"
+            pattern = f"model.hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
+            faults.append(f"{pattern}; accepted with model.host={model.host}: {accepted}")
+        if training.seed >= 2**31:
+            faults.append(f"training.seed={training.seed}; accepted: 0 to below 2**31")
+        if training.min_lr > training.lr:
+            faults.append(f"training.min_lr={training.min_lr}; accepted: at most training.lr = {training.lr}")
+        if training.warmup_steps >= training.lr_decay_steps:
+            faults.append(
+                f"training.warmup_steps={training.warmup_steps}; accepted: fewer than the "
+                f"{training.lr_decay_steps} steps of the schedule (training.decay_steps, or training.steps if null)"
+            )
+        below_one = {
+            "model.hidden_dropout": model.hidden_dropout,
+            "training.adam_beta1": training.adam_beta1,
+            "training.adam_beta2": training.adam_beta2,
+        }
+        faults += [f"{name}={value}; accepted: 0 to below 1" for name, value in below_one.items() if value >= 1]
+        if self.compare_unsharded and self.parallel.tensor == 1:
+            faults.append("compare_unsharded=true with parallel.tensor=1; accepted: 2 or more ranks to shard over")
+        return faults
+
+
+def build_parser() -> ArgumentParser:
+    """The command line: ``--config FILE`` and an option for every field."""
+    parser = ArgumentParser(
+        prog="python -m mcore_dsa.train",
+        usage="torchrun ... -m mcore_dsa.train --config FILE [--FIELD VALUE ...]",
+        description="Train a Megatron model with k-pool DSA. Every field of the file can be overridden by an option.",
+    )
+    parser.add_argument("--config", action="config", help="YAML file that states the run; later options override it.")
+    parser.add_argument("--run_dir", type=str, required=True, help="Folder of everything that the run writes.")
+    parser.add_argument(
+        "--data",
+        type=str,
+        nargs="*",
+        required=True,
+        help="Files or folders to train on; empty for the sources of Python's standard library.",
+    )
+    parser.add_argument("--max_data_bytes", type=PositiveInt, required=True, help="Bytes of them to read at most.")
+    parser.add_argument(
+        "--resume",
+        action=ActionYesNo(no_prefix="no-"),
+        required=True,
+        help="Continue from the latest checkpoint in run_dir.",
+    )
+    parser.add_argument(
+        "--compare-unsharded",
+        action=ActionYesNo(no_prefix="no-"),
+        required=True,
+        help="Run the same steps again with the indexer unsharded and compare every loss.",
+    )
+    groups = {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "training": TrainingConfig,
+        "checkpoint": CheckpointConfig,
+        "logging": LoggingConfig,
+    }
+    for name, group in groups.items():
+        parser.add_class_arguments(group, name)
+    return parser
+
+
+def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
+    """The run that a command line asks for; a bad one ends the process with status 2 and the field's name.
+
+    Args:
+        arguments: the command line without the program's name, by default this process's own.
+    """
+    parser = build_parser()
+    values = parser.instantiate(parser.parse_args(arguments))
+    del values["config"]
+    # An instance of jsonargparse's subclass of int otherwise, which YAML cannot represent.
+    values["max_data_bytes"] = int(values["max_data_bytes"])
+    return JobConfig(**dict(values.items(branches=False)))

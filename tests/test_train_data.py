@@ -1,0 +1,160 @@
+"""The training job's text: what is read, and which window of it is sample i."""
+
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_dsa.train.data import Corpus, Windows, micro_batches, read_corpus
+
+
+def corpus_of(tokens: np.ndarray) -> Corpus:
+    return Corpus(tokens=tokens.astype(np.uint8), digest="", files=1)
+
+
+def windows_over(length: int, *, sequence_length: int, seed: int) -> Windows:
+    """Over tokens that differ from place to place, so that a window says where it was cut (up to 256 * 251)."""
+    place = np.arange(length)
+    return Windows(corpus_of((place * 7 + place // 251) % 256), sequence_length=sequence_length, seed=seed)
+
+
+@given(length=st.integers(2, 600), sequence_length=st.integers(1, 40), seed=st.integers(0, 2**31 - 1))
+def test_every_epoch_holds_every_window_once(length: int, sequence_length: int, seed: int) -> None:
+    if length <= sequence_length:
+        length += sequence_length
+    windows = windows_over(length, sequence_length=sequence_length, seed=seed)
+    tokens = windows._tokens
+    starts = range(0, length - sequence_length, sequence_length)
+    expected = sorted(tokens[start : start + sequence_length + 1].tobytes() for start in starts)
+    assert len(windows) == len(expected)
+    for epoch in range(3):
+        samples = range(epoch * len(windows), (epoch + 1) * len(windows))
+        assert sorted(windows[sample].tobytes() for sample in samples) == expected
+
+
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    samples=st.lists(st.integers(0, 200), min_size=1, max_size=20),
+    count=st.integers(2, 40),
+)
+def test_a_sample_does_not_depend_on_what_was_read_before(seed: int, samples: list[int], count: int) -> None:
+    windows = windows_over(count * 8 + 1, sequence_length=8, seed=seed)
+    for sample in samples:
+        fresh = windows_over(count * 8 + 1, sequence_length=8, seed=seed)
+        assert np.array_equal(windows[sample], fresh[sample])
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = {
+        tuple(windows[epoch * 50 + place].tobytes() for place in range(50))
+        for seed in (0, 1)
+        for windows in [windows_over(401, sequence_length=8, seed=seed)]
+        for epoch in (0, 1)
+    }
+    assert len(orders) == 4
+
+
+def test_the_order_is_the_same_in_every_version_of_numpy() -> None:
+    """A run resumed after an upgrade has to go on with the samples it would have had."""
+    windows = Windows(corpus_of(np.arange(201)), sequence_length=2, seed=1234)
+    assert [int(windows[sample][0]) for sample in (0, 1, 2, 100, 101, 102)] == [74, 28, 170, 42, 78, 64]
+
+
+@given(
+    data_parallel_size=st.sampled_from([1, 2, 3, 4]),
+    micro_batch_size=st.integers(1, 4),
+    count=st.integers(1, 3),
+    step=st.integers(0, 5),
+)
+def test_a_step_reads_its_own_samples_once_over_all_ranks(
+    data_parallel_size: int, micro_batch_size: int, count: int, step: int
+) -> None:
+    windows = windows_over(2001, sequence_length=5, seed=3)
+    global_batch_size = data_parallel_size * micro_batch_size * count
+    first = step * global_batch_size
+    read = []
+    for rank in range(data_parallel_size):
+        for batch in micro_batches(
+            windows,
+            first_sample=first,
+            micro_batch_size=micro_batch_size,
+            count=count,
+            data_parallel_rank=rank,
+            data_parallel_size=data_parallel_size,
+            device=torch.device("cpu"),
+        ):
+            assert batch.tokens_BS.shape == (micro_batch_size, 5)
+            assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
+            assert torch.equal(batch.tokens_BS[:, 1:], batch.labels_BS[:, :-1])
+            assert batch.positions_BS.tolist() == [[0, 1, 2, 3, 4]] * micro_batch_size
+            read += torch.cat([batch.tokens_BS, batch.labels_BS[:, -1:]], dim=1).tolist()
+    assert sorted(read) == sorted(windows[first + sample].tolist() for sample in range(global_batch_size))
+
+
+def test_a_corpus_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"training\.sequence_length=8 with 8 bytes"):
+        windows_over(8, sequence_length=8, seed=0)
+    assert len(windows_over(9, sequence_length=8, seed=0)) == 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in {
+        "b.txt": "bb",
+        "a.txt": "a",
+        "sub/c.txt": "ccc",
+        "sub/.hidden": "x",
+        ".git/config": "x",
+        "site-packages/p.py": "x",
+        "z.txt": "z",
+    }.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
+def text_of(*paths: Path, max_bytes: int = 1000) -> bytes:
+    return read_corpus([str(path) for path in paths], max_bytes=max_bytes).tokens.tobytes()
+
+
+def test_folders_are_read_in_order_without_hidden_files(folder: Path) -> None:
+    assert text_of(folder) == b"a\0bb\0z\0ccc"
+    assert text_of(folder / "z.txt", folder / "sub") == b"z\0ccc"
+
+
+def test_the_limit_of_bytes_is_kept_exactly(folder: Path) -> None:
+    whole = text_of(folder)
+    for limit in range(1, len(whole) + 3):
+        corpus = read_corpus([str(folder)], max_bytes=limit)
+        assert corpus.tokens.tobytes() == whole[:limit]
+
+
+def test_the_digest_follows_the_text_alone(folder: Path) -> None:
+    digest = read_corpus([str(folder)], max_bytes=100).digest
+    assert digest == read_corpus([str(folder)], max_bytes=200).digest
+    (folder / "z.txt").write_text("y")
+    assert digest != read_corpus([str(folder)], max_bytes=100).digest
+
+
+def test_paths_without_text_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data: '.*nowhere' does not exist; accepted: files or folders"):
+        text_of(folder / "nowhere")
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no text; accepted: files, or folders of files"):
+        text_of(folder / "empty")
+
+
+def test_the_default_is_the_standard_library() -> None:
+    folder = Path(sysconfig.get_path("stdlib"))
+    first, second = islice(sorted(folder.glob("*.py")), 2)
+    start = first.read_bytes() + b"\0" + second.read_bytes()
+    corpus = read_corpus([], max_bytes=2**20)
+    assert corpus.tokens.tobytes()[: len(start)] == start
+    assert len(corpus.tokens) == 2**20
+    assert corpus.files > 10
