@@ -79,22 +79,19 @@ def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Grou
     return selection_BSK
 
 
-def agree(values: Mapping[str, str], faults: Sequence[str], group: Group) -> None:
+def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessGroup) -> bool:
     """Make sure that every rank of `group` runs with the same settings, before anything depends on it.
 
-    The first call with these values exchanges them; later ones cost nothing. A rank that could not read a setting
-    passes what is wrong with it as `faults`, so that all ranks raise instead of waiting for it in a later collective.
+    The first call with these values exchanges them and returns True; later ones cost nothing and return False. A rank
+    that could not read a setting passes what is wrong with it as `faults`, so that all ranks raise instead of waiting
+    for it in a later collective.
 
     Raises: ValueError on every rank, naming the settings that differ with the ranks and values, and every fault.
     """
-    if group is None:
-        if faults:
-            raise ValueError("; ".join(faults))
-        return
     mine = tuple(sorted(values.items()))
     agreed = _agreed.setdefault(group, set())
     if mine in agreed and not faults:
-        return
+        return False
     told: list[Any] = [None] * group_size(group)
     dist.all_gather_object(told, (dict(values), tuple(faults)), group=group)
     problems = [f"rank {rank}: {fault}" for rank, (_, its_faults) in enumerate(told) for fault in its_faults]
@@ -108,6 +105,7 @@ def agree(values: Mapping[str, str], faults: Sequence[str], group: Group) -> Non
     if problems:
         raise ValueError("settings of the query-shard group (ranks within it): " + "; ".join(problems))
     agreed.add(mine)
+    return True
 
 
 def _all_gather(output: Tensor, shard: Tensor, group: Group) -> None:

@@ -103,18 +103,7 @@ def fused_qk_topk_kpool(
 
     Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it.
     """
-    if mask is not None:
-        raise ValueError(f"mask is a {type(mask).__name__}; accepted is None: say who sees what with varlen bounds")
-    if fp8_indexer:
-        raise ValueError("fp8_indexer is True; accepted is False: scores are fp32")
-    if pool_size < 1 or index_topk < 1 or index_topk % pool_size:
-        raise ValueError(f"index_topk is {index_topk}; accepted is a positive multiple of pool_size, {pool_size}")
-    for name, tensor, ndim in (("q", q, 4), ("k", k, 3)):
-        if not isinstance(tensor, Tensor) or tensor.ndim != ndim:
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} has shape {shape}; accepted are {ndim} dimensions")
-    if key_positions is not None and not torch.equal(key_positions.cpu(), torch.arange(k.shape[0])):
-        raise ValueError(f"key_positions is not 0 ... {k.shape[0] - 1}; accepted are None and exactly that")
+    _check_fused(q, k, mask, index_topk, pool_size, key_positions, fp8_indexer)
     layout, position = _layout_of_bounds(
         varlen_starts,
         varlen_ends,
@@ -189,3 +178,21 @@ def _layout_of_bounds(
                 "varlen bounds are not documents of cu_seqlens_kv; accepted are rows inside one, from its start"
             )
     return layout, position
+
+
+def _check_fused(
+    q: Tensor, k: Tensor, mask: object, index_topk: int, pool_size: int, key_positions: Tensor | None, fp8: bool
+) -> None:
+    if mask is not None:
+        raise ValueError(f"mask is a {type(mask).__name__}; accepted is None: say who sees what with varlen bounds")
+    if fp8:
+        raise ValueError("fp8_indexer is True; accepted is False: scores are fp32")
+    if pool_size < 1 or index_topk < 1 or index_topk % pool_size:
+        raise ValueError(f"index_topk is {index_topk}; accepted is a positive multiple of pool_size, {pool_size}")
+    for name, tensor, ndim in (("q", q, 4), ("k", k, 3)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; accepted is a tensor")
+        if tensor.ndim != ndim:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted are {ndim} dimensions")
+    if key_positions is not None and not torch.equal(key_positions.cpu(), torch.arange(k.shape[0])):
+        raise ValueError(f"key_positions is not 0 ... {k.shape[0] - 1}; accepted are None and exactly that")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def _device(config: TransformerConfig) -> torch.device:
+def parameter_device(config: TransformerConfig) -> torch.device:
     return torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device())
 
 
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         _check_norm(config, "RMSNorm")
         self.eps = config.layernorm_epsilon if eps is None else eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config)))
         _mark_replicated(self.weight, config)
 
     def forward(self, x_xH: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None) -> None:
         _check_norm(config, "LayerNorm")
         eps = config.layernorm_epsilon if eps is None else eps
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=parameter_device(config))
         for parameter in self.parameters():
             _mark_replicated(parameter, config)
 
@@ -116,9 +116,9 @@ class DuplicatedLinear(nn.Module):
             if value != accepted:
                 raise ValueError(f"{argument}={value!r}: accepted by DuplicatedLinear is {accepted!r}")
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group or getattr(pg_collection, "tp", None))
-        weight_OI = torch.empty(output_size, input_size, dtype=torch.float32, device=_device(config))
+        weight_OI = torch.empty(output_size, input_size, dtype=torch.float32, device=parameter_device(config))
         if config.perform_initialization:
-            with _replicated_rng(config):
+            with replicated_rng(config):
                 init_method(weight_OI)
         self.weight = nn.Parameter(weight_OI.to(config.params_dtype))
         _mark_replicated(self.weight, config)
@@ -145,7 +145,7 @@ class DuplicatedLinear(nn.Module):
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
 
 
-def _replicated_rng(config: TransformerConfig) -> AbstractContextManager[None]:
+def replicated_rng(config: TransformerConfig) -> AbstractContextManager[None]:
     """Random numbers that are the same on all TP ranks, drawn from where Megatron draws those of replicated weights."""
     tracker = get_cuda_rng_tracker()
     if config.use_cpu_initialization or not tracker.is_initialized():

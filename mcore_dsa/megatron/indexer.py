@@ -1,0 +1,94 @@
+"""The k-pool lightning indexer's projections: what a rank's own rows contribute to the selection.
+
+Shapes by suffix: S rows of this rank, B batch, C hidden channels, L query latent channels, H index heads, D index
+channels, J tokens of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mcore_dsa.megatron.backend import parameter_device, replicated_rng
+from mcore_dsa.megatron.config import KPoolDSATransformerConfig
+
+# Rows widened to fp32 at a time for the head gates, 16 MiB at 4,096 channels.
+_GATE_ROWS = 1024
+
+
+class IndexerProjections(NamedTuple):
+    """Of this rank's rows: queries, head weights (fp32, scaled), keys before pooling, and their compression gates."""
+
+    q_SBHD: Tensor
+    weights_SBH: Tensor
+    key_SBD: Tensor
+    gate_SBD: Tensor
+
+
+class KPoolDSAIndexer(MegatronModule):
+    """Projections of GLM-5.3-Flash's indexer, replicated over tensor parallelism and frozen.
+
+    Replicated, because it emits a selection and not a partial sum: a rank with some of the heads would hold partial
+    scores and pick other tokens, without any error. Frozen: no parameter takes a gradient or enters an optimizer.
+
+    Source: transformers' `Glm5NextTextIndexer`. Parameters carry its names behind Megatron's `linear_` prefix.
+    """
+
+    def __init__(self, config: KPoolDSATransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        sizes = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_kpool
+        self.heads, self.head_dim, pool_size = (cast(int, size) for size in sizes)
+        hidden, device = config.hidden_size, parameter_device(config)
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=config.params_dtype)
+
+        with replicated_rng(config):
+            self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.head_dim)
+            self.linear_wk = linear(hidden, self.head_dim)
+            self.k_norm = nn.LayerNorm(
+                self.head_dim,
+                eps=cast(float, config.dsa_indexer_k_norm_epsilon),
+                device=device,
+                dtype=config.params_dtype,
+            )
+            self.linear_weights_proj = linear(hidden, self.heads)
+            gate_DC = torch.empty(self.head_dim, hidden, device=device, dtype=config.params_dtype)
+            self.index_kpool_compress_gate = nn.Parameter(gate_DC)
+            ape_JD = torch.empty(pool_size, self.head_dim, device=device, dtype=torch.float32)
+            self.index_kpool_compress_ape = nn.Parameter(ape_JD)
+            if config.perform_initialization:
+                for parameter in self.parameters():
+                    if parameter.ndim == 2:
+                        config.init_method(parameter)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, x_SBC: Tensor, qr_SBL: Tensor) -> IndexerProjections:
+        """Project rows of this rank; `qr_SBL` is the *normalised* query residual, `q_layernorm(linear_q_down_proj(x))`.
+
+        Returns: queries, keys and gates in the model's dtype; head weights from an fp32 product, times
+        `heads**-0.5 * head_dim**-0.5`.
+        """
+        q_SBHD = self.linear_wq_b(qr_SBL).unflatten(-1, (self.heads, self.head_dim))
+        key_SBD = self.k_norm(self.linear_wk(x_SBC))
+        gate_SBD = F.linear(x_SBC, self.index_kpool_compress_gate)
+        weight_HC = self.linear_weights_proj.weight.float()
+        weights_SBH = torch.cat([F.linear(rows.float(), weight_HC) for rows in x_SBC.split(_GATE_ROWS)])
+        return IndexerProjections(q_SBHD, weights_SBH * (self.heads**-0.5 * self.head_dim**-0.5), key_SBD, gate_SBD)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KPoolDSAIndexer:
+        # Float16Module of megatron-core 0.19 casts every parameter; ape is added to fp32 logits and stays fp32.
+        kept = self.index_kpool_compress_ape.data
+        super()._apply(fn, recurse)
+        moved = self.index_kpool_compress_ape.data
+        if moved.dtype != torch.float32:
+            fresh = torch.empty_like(moved, dtype=torch.float32)
+            self.index_kpool_compress_ape.data = fresh if kept.is_meta else fresh.copy_(kept)
+        return self
