@@ -1,0 +1,85 @@
+"""One call of sparse attention, with a gradient for its output, as tests vary and compare it."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from layouts import layout_of, random_selection
+from torch import Tensor
+
+from mcore_dsa.attend import masked_attention, sparse_attention
+from mcore_dsa.kpool import PoolLayout, expand_selection
+
+
+@dataclass
+class Case:
+    """One call and a gradient for its output."""
+
+    q: Tensor
+    kv: Tensor
+    selection: Tensor
+    layout: PoolLayout
+    position: Tensor
+    out_grad: Tensor
+    tail: bool = True
+    scale: float = 0.3
+
+    @classmethod
+    def random(cls, segments, num_tokens, *, pool_size=4, budget=3, heads=4, channels=16, tail=True, rows=None, seed=0):
+        torch.manual_seed(seed)
+        layout = layout_of(segments, num_tokens, pool_size)
+        position = torch.arange(num_tokens) if rows is None else torch.randint(-1, max(1, num_tokens), (rows,))
+        selection = random_selection(layout, position, budget)
+        shape = (len(position), layout.batch, heads, channels)
+        kv = torch.randn(num_tokens, layout.batch, channels)
+        return cls(torch.randn(shape), kv, selection, layout, position, torch.randn(shape), tail)
+
+    def tokens(self) -> Tensor:
+        return expand_selection(self.selection, self.layout, self.position, always_select_tail=self.tail)
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        return replace(self, q=self.q.to(dtype), kv=self.kv.to(dtype), out_grad=self.out_grad.to(dtype))
+
+    def rows(self, rows) -> "Case":
+        return replace(
+            self,
+            q=self.q[rows],
+            selection=self.selection[:, rows],
+            position=self.position[rows],
+            out_grad=self.out_grad[rows],
+        )
+
+    def out(self, **kwargs) -> Tensor:
+        return sparse_attention(
+            self.q,
+            self.kv,
+            self.selection,
+            self.layout,
+            self.position,
+            softmax_scale=self.scale,
+            always_select_tail=self.tail,
+            **kwargs,
+        )
+
+    def run(self, **kwargs) -> tuple[Tensor, Tensor, Tensor]:
+        """Output and the gradients of q and kv."""
+        leaves = replace(self, q=self.q.detach().requires_grad_(), kv=self.kv.detach().requires_grad_())
+        out = leaves.out(**kwargs)
+        return out.detach(), *torch.autograd.grad(out, (leaves.q, leaves.kv), self.out_grad)
+
+    def run_oracle(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, kv = self.q.detach().requires_grad_(), self.kv.detach().requires_grad_()
+        out = masked_attention(q, kv, self.tokens(), softmax_scale=self.scale)
+        return out.detach(), *torch.autograd.grad(out, (q, kv), self.out_grad)
+
+
+def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def smallest_budget(case: Case) -> int:
+    with pytest.raises(ValueError, match="accepted are at least") as refusal:
+        case.out(attend_bytes=1)
+    return int(str(refusal.value).split("accepted are at least ")[1].split(",")[0])
