@@ -1,8 +1,34 @@
 """Temporary changes to the installed megatron-core; README.md beside this file says what retires each.
 
-Importing this package imports neither Megatron nor any patch: both happen in :func:`apply`.
+Importing this package does not import Megatron: that happens in :func:`apply`.
 """
 
-from mcore_dsa.patches.registry import MissingSymbolError, Outcome, Patch, PatchReport, apply
+import importlib
 
-__all__ = ["MissingSymbolError", "Outcome", "Patch", "PatchReport", "apply"]
+from mcore_dsa.patches import checkpoint, cpu, rotary, without_te
+from mcore_dsa.patches.registry import MissingSymbolError, Outcome, Patch, PatchReport, apply_patches
+
+__all__ = ["PATCHES", "MissingSymbolError", "Outcome", "Patch", "PatchReport", "apply", "apply_patches"]
+
+PATCHES = (*cpu.PATCHES, *rotary.PATCHES, *checkpoint.PATCHES, *without_te.PATCHES)
+
+# On megatron.core and not in this module, so that reloading this module cannot apply the patches a second time.
+MARKER = "__mcore_dsa_patches__"
+
+
+def apply() -> PatchReport:
+    """Make the installed megatron-core run the paths this project uses; what was done is returned and logged.
+
+    A second call changes nothing and returns the first report. Patches that stand in for CUDA are left out where
+    ``torch.cuda.is_available()``; those for what is wrong on every device are not.
+
+    Raises:
+        MissingSymbolError: the installed megatron-core lacks a symbol that a patch replaces. Nothing was changed.
+        ModuleNotFoundError: megatron-core is not installed.
+    """
+    core = importlib.import_module("megatron.core")
+    applied: PatchReport | None = getattr(core, MARKER, None)
+    if applied is None:
+        applied = apply_patches(PATCHES)
+        setattr(core, MARKER, applied)
+    return applied

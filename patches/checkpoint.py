@@ -31,13 +31,13 @@ def _specimen(*, stepped: bool) -> Any:
     inner = torch.optim.AdamW(parameters)
     if stepped:
         for parameter in parameters:
-            parameter.grad = torch.ones(1)
-        inner.step()
+            inner.state[parameter] = {key: torch.ones(1) for key in ("exp_avg", "exp_avg_sq")}
+            inner.state[parameter]["step"] = torch.tensor(1.0)
     vars(specimen).update(
         optimizer=inner,
         grad_scaler=None,
         ddp_config=SimpleNamespace(use_megatron_fsdp=False),
-        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False, fp16=False),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False, fp16=False, optimizer="adam"),
         model_param_group_index_map={parameter: (0, order) for order, parameter in enumerate(parameters)},
     )
     return specimen

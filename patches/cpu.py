@@ -125,6 +125,22 @@ CLIP = "megatron.core.optimizer.clip_grads"
 DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
+LITERALS = (
+    literals(f"{OPTIMIZER}:MegatronOptimizer.has_grad_norm_group", "a flag reduced over ranks is made on CUDA"),
+    literals(f"{OPTIMIZER}:MixedPrecisionOptimizer.__init__", "overflow buffer and unit scale are made on CUDA"),
+    literals(f"{OPTIMIZER}:Float16OptimizerWithFloat16Params.__init__", "parameters are sorted by CUDA type names"),
+    literals(f"{OPTIMIZER}:FP32Optimizer.__init__", "the unit scale is made on CUDA"),
+    literals(f"{CLIP}:get_grad_norm_fp32", "the norm is made on CUDA"),
+    literals(f"{CLIP}:clip_grad_by_total_norm_fp32", "gradients are required to have a CUDA type name"),
+    literals(f"{CLIP}:count_zeros_fp32", "the count is made on CUDA"),
+    literals(f"{DISTRIBUTED}.__init__", "parameters are sorted by CUDA type names"),
+    literals(f"{DISTRIBUTED}._build_model_and_main_param_groups", "parameters are sorted by CUDA type names"),
+    literals("megatron.core.utils:local_multi_tensor_l2_norm", "the norm without Apex is made on CUDA"),
+    literals(f"{SCHEDULES}:forward_backward_no_pipelining", "the token count is made on CUDA"),
+    literals(f"{SCHEDULES}:forward_backward_pipelining_with_interleaving", "the token count is made on CUDA"),
+    literals(f"{SCHEDULES}:forward_backward_pipelining_without_interleaving", "the token count is made on CUDA"),
+)
+
 PATCHES = (
     torch_cuda("current_device", "device= of the parallel layers, mappings, rotary tables and gradient buffers"),
     torch_cuda("current_stream", "read by every gradient synchronisation of DistributedDataParallel"),
@@ -143,19 +159,7 @@ PATCHES = (
         _install_rng,
         only_without_cuda=True,
     ),
-    literals(f"{OPTIMIZER}:MegatronOptimizer.has_grad_norm_group", "a flag reduced over ranks is made on CUDA"),
-    literals(f"{OPTIMIZER}:MixedPrecisionOptimizer.__init__", "overflow buffer and unit scale are made on CUDA"),
-    literals(f"{OPTIMIZER}:Float16OptimizerWithFloat16Params.__init__", "parameters are sorted by CUDA type names"),
-    literals(f"{OPTIMIZER}:FP32Optimizer.__init__", "the unit scale is made on CUDA"),
-    literals(f"{CLIP}:get_grad_norm_fp32", "the norm is made on CUDA"),
-    literals(f"{CLIP}:clip_grad_by_total_norm_fp32", "gradients are required to have a CUDA type name"),
-    literals(f"{CLIP}:count_zeros_fp32", "the count is made on CUDA"),
-    literals(f"{DISTRIBUTED}.__init__", "parameters are sorted by CUDA type names"),
-    literals(f"{DISTRIBUTED}._build_model_and_main_param_groups", "parameters are sorted by CUDA type names"),
-    literals("megatron.core.utils:local_multi_tensor_l2_norm", "the norm without Apex is made on CUDA"),
-    literals(f"{SCHEDULES}:forward_backward_no_pipelining", "the token count is made on CUDA"),
-    literals(f"{SCHEDULES}:forward_backward_pipelining_with_interleaving", "the token count is made on CUDA"),
-    literals(f"{SCHEDULES}:forward_backward_pipelining_without_interleaving", "the token count is made on CUDA"),
+    *LITERALS,
     Patch(
         "filesystem_async._results_queue",
         (f"{WRITER}:_results_queue", f"{WRITER}:get_write_results_queue"),

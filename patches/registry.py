@@ -1,6 +1,5 @@
-"""What a patch is, and the one entry that applies them all."""
+"""What a patch is, and how patches are checked and installed."""
 
-import importlib
 import importlib.metadata
 import logging
 import pkgutil
@@ -10,9 +9,6 @@ from dataclasses import dataclass
 import torch
 
 logger = logging.getLogger("mcore_dsa.patches")
-
-# On megatron.core and not in this module, so that reloading this module cannot apply the patches a second time.
-MARKER = "__mcore_dsa_patches__"
 
 
 class MissingSymbolError(RuntimeError):
@@ -56,27 +52,6 @@ class PatchReport:
     @property
     def skipped(self) -> dict[str, str]:
         return {outcome.name: outcome.why for outcome in self.outcomes if not outcome.replaced}
-
-
-def apply() -> PatchReport:
-    """Make the installed megatron-core run the paths this project uses; what was done is returned and logged.
-
-    A second call changes nothing and returns the first report. Patches that stand in for CUDA are left out where
-    ``torch.cuda.is_available()``; those that need no GPU to be wrong are not.
-
-    Raises:
-        MissingSymbolError: the installed megatron-core lacks a symbol that a patch replaces. Nothing was changed.
-        ModuleNotFoundError: megatron-core is not installed.
-    """
-    core = importlib.import_module("megatron.core")
-    applied: PatchReport | None = getattr(core, MARKER, None)
-    if applied is not None:
-        return applied
-    from mcore_dsa.patches import checkpoint, cpu, rotary, without_te
-
-    report = apply_patches((*cpu.PATCHES, *rotary.PATCHES, *checkpoint.PATCHES, *without_te.PATCHES))
-    setattr(core, MARKER, report)
-    return report
 
 
 def apply_patches(patches: Sequence[Patch]) -> PatchReport:

@@ -34,8 +34,8 @@ def rows_of_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch
 def _skip() -> str | None:
     current = getattr(importlib.import_module(HOLDERS[0]), NAME)
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     try:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         for width in (0, 2):
             table = torch.arange(8 * width, device=device).view(8, 1, 1, width)
             if not torch.equal(current(table, 0, group), table[[0, 1, 6, 7]]):

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -39,8 +39,8 @@ PRELOAD = (
     "megatron.core.dist_checkpointing",
     "mcore_dsa",
 )
-# No compilation and one thread, or a rank takes long to start; NVML, because CUDA asked before a fork is lost after it.
-SERVER_ENV = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# No compilation and one thread, or a rank takes long to start; no devices, for CUDA does not survive a fork.
+SERVER_ENV = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 # Seconds that the other ranks get to fail on their own, so that their tracebacks come too, before they are ended.
 GRACE_S = 3.0
 
@@ -95,9 +95,10 @@ def run_ranks(
 ) -> list[Any]:
     """``fn(*args)`` on every rank of a new process group; the values in the order of ranks, their tensors on the CPU.
 
-    ``fn`` is a top-level function of an importable module. ``env`` is set (None unsets) before it runs: one mapping for
-    all ranks, or a sequence with one for each. ``device="cpu"`` hides CUDA devices from the ranks; ``"cuda"`` makes
-    device ``rank % devices`` current.
+    ``fn`` is a top-level function of an importable module, whose own imports every rank pays for. ``env`` is set (None
+    unsets) before it runs: one mapping for all ranks, or a sequence with one for each. ``device="cpu"`` hides CUDA
+    devices from the ranks; ``"cuda"`` makes device ``rank % devices`` current, and starts new interpreters: CUDA does
+    not survive a fork.
 
     Raises:
         RanksFailed: a rank raised or died, or did not end within ``timeout`` seconds; all that still run are killed.
@@ -123,7 +124,7 @@ def run_ranks(
             for rank in ranks:
                 _end(rank)
         if not all(rank.report is not None and rank.report.succeeded for rank in ranks):
-            raise RanksFailed(_describe(fn, ranks, job))
+            raise RanksFailed(_describe(ranks, job))
     return [rank.report.value for rank in ranks if rank.report is not None]
 
 
@@ -136,11 +137,13 @@ def megatron_ranks(
     cp: int = 1,
     vp: int | None = None,
     seed: int = 1234,
+    without_patches: Collection[str] = (),
     **options: Any,
 ) -> list[Any]:
     """:func:`run_ranks` with the patches applied, Megatron's process groups made and its random states seeded.
 
-    The data-parallel size is what ``world_size`` leaves. ``options`` are those of :func:`run_ranks`.
+    The data-parallel size is what ``world_size`` leaves. ``without_patches`` names patches to leave out, to show what
+    they are for. ``options`` are those of :func:`run_ranks`.
     """
     sizes = {
         "tensor_model_parallel_size": tp,
@@ -148,13 +151,22 @@ def megatron_ranks(
         "context_parallel_size": cp,
         "virtual_pipeline_model_parallel_size": vp,
     }
-    return run_ranks(_in_megatron, world_size, fn, sizes, seed, args, **options)
+    return run_ranks(_in_megatron, world_size, fn, args, sizes, seed, frozenset(without_patches), **options)
 
 
-def _in_megatron(fn: Callable[..., Any], sizes: dict[str, int | None], seed: int, args: tuple[Any, ...]) -> Any:
-    from mcore_dsa import patches
+def _in_megatron(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    sizes: Mapping[str, int | None],
+    seed: int,
+    without_patches: frozenset[str],
+) -> Any:
+    import mcore_dsa.patches as patches
 
-    patches.apply()
+    if without_patches:
+        patches.apply_patches([patch for patch in patches.PATCHES if patch.name not in without_patches])
+    else:
+        patches.apply()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -168,10 +180,11 @@ def _in_megatron(fn: Callable[..., Any], sizes: dict[str, int | None], seed: int
 
 
 def _start(number: int, job: _Job, env: Env) -> _Rank:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    with _environment(SERVER_ENV):
-        forkserver.ensure_running()
+    context = multiprocessing.get_context("forkserver" if job.device == "cpu" else "spawn")
+    if job.device == "cpu":
+        context.set_forkserver_preload(list(PRELOAD))
+        with _environment(SERVER_ENV):
+            forkserver.ensure_running()
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(number, job, dict(env), writer), daemon=True)
     process.start()
@@ -198,10 +211,8 @@ def _set_environment(changes: Env) -> None:
 
 
 def _rank_main(number: int, job: _Job, env: Env, writer: connection.Connection) -> None:
-    missing = [module for module in PRELOAD if module not in sys.modules]
+    missing = [module for module in PRELOAD if module not in sys.modules] if job.device == "cpu" else []
     _set_environment(env)
-    if job.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with job.stack_file(number).open("w") as stack:
         # Written by a thread that needs no interpreter lock, so that a rank stuck inside a collective shows where.
         faulthandler.dump_traceback_later(job.timeout * 0.9, file=stack)
@@ -280,13 +291,12 @@ def _end(rank: _Rank) -> None:
     rank.reader.close()
 
 
-def _describe(fn: Callable[..., Any], ranks: Sequence[_Rank], job: _Job) -> str:
+def _describe(ranks: Sequence[_Rank], job: _Job) -> str:
     failed = [rank for rank in ranks if rank.report is not None and not rank.report.succeeded]
     failed.sort(key=lambda rank: rank.report.at if rank.report else 0.0)
     running = [rank.number for rank in ranks if rank.report is None]
-    lines = [f"{fn.__module__}.{fn.__qualname__} on {job.world_size} ranks:"]
-    for rank in failed:
-        lines.append(f"rank {rank.number} failed:\n{rank.report.value if rank.report else ''}")
+    lines = [f"of {job.world_size} ranks"]
+    lines += [f"rank {rank.number} failed:\n{rank.report.value}" for rank in failed if rank.report]
     if failed and running:
         lines.append(f"ranks {running} still ran {GRACE_S:g} s later and were killed")
     elif running:
