@@ -1,8 +1,23 @@
-"""DeepSeek Sparse Attention with a k-pool lightning indexer, its query rows sharded over tensor parallelism.
+"""GLM-5.3-Flash's DeepSeek Sparse Attention for Megatron-Core, its indexer sharded over tensor parallelism.
 
-Importing this package needs torch only; ``mcore_dsa.megatron`` and ``mcore_dsa.train`` need Megatron-Core.
+Importing this package needs torch alone; `mcore_dsa.megatron` needs megatron-core.
 """
+
+from mcore_dsa.attend import sparse_attention
+from mcore_dsa.geometry import DsaGeometry
+from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
+from mcore_dsa.selection import select_pools
+from mcore_dsa.sharded import fused_qk_topk_kpool, select_pools_sharded
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = [
+    "DsaGeometry",
+    "PoolLayout",
+    "compress_keys",
+    "expand_selection",
+    "fused_qk_topk_kpool",
+    "select_pools",
+    "select_pools_sharded",
+    "sparse_attention",
+]

@@ -8,7 +8,9 @@ the collective would be. All ranks of a group always enter, also those that own 
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -43,8 +45,115 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
 
 
 @torch.no_grad()
+def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Group) -> list[Tensor]:
+    """Rows from the ranks that hold them in sequence order to the ranks that own them under `partition`.
+
+    Args:
+        tensors: each `[s / R, ...]`, rows `[r * s / R, (r + 1) * s / R)` of `partition.num_rows` on rank r.
+
+    Returns: the same tensors, `[rows of this rank's shard, ...]`, slice after slice. All of them travel as bytes in one
+    all-to-all; where every rank owns what it holds, nothing does.
+
+    Raises: ValueError unless every tensor holds this rank's equal part of the rows.
+    """
+    ranks, me = group_size(group), group_rank(group)
+    held = [
+        range(rank * partition.num_rows // ranks, (rank + 1) * partition.num_rows // ranks) for rank in range(ranks)
+    ]
+    for tensor in tensors:
+        if partition.num_rows % ranks or partition.group_size != ranks or tensor.shape[0] != len(held[me]):
+            raise ValueError(
+                f"a tensor holds {tensor.shape[0]} of {partition.num_rows} rows cut for {partition.group_size} ranks; "
+                f"accepted are equal parts over the group's {ranks} ranks"
+            )
+    if all(partition.slices(rank) == (held[rank],) for rank in range(ranks)):
+        return list(tensors)
+    packed = torch.cat([tensor.contiguous().flatten(1).view(torch.uint8) for tensor in tensors], dim=1)
+    sent = [[_overlap(held[me], part) for part in partition.slices(rank)] for rank in range(ranks)]
+    received = [[_overlap(held[rank], part) for part in partition.slices(me)] for rank in range(ranks)]
+    start = held[me].start
+    outgoing = torch.cat([packed[part.start - start : part.stop - start] for parts in sent for part in parts])
+    incoming = packed.new_empty(partition.rows_of(me), packed.shape[1])
+    _all_to_all(incoming, outgoing, [_rows(parts) for parts in received], [_rows(parts) for parts in sent], group)
+    # Arrived by sender, and by slice within a sender; wanted by slice, and by sender, which is row order, within it.
+    pieces = iter(incoming.split([len(part) for parts in received for part in parts]))
+    by_sender = [[next(pieces) for _ in parts] for parts in received]
+    ordered = torch.cat([piece for by_slice in zip(*by_sender, strict=True) for piece in by_slice])
+    widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
+    columns = ordered.split(widths, dim=1)
+    return [
+        column.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:])
+        for column, tensor in zip(columns, tensors, strict=True)
+    ]
+
+
+class SelectionGather:
+    """Collects the selection of every row, on every rank, from pieces of each rank's own shard.
+
+    Every rank brings pieces of the same rows of its shard in the same order: `add` pads its piece with -1 to the common
+    number of rows, and gathers R of them by one collective as `[R * b, rows, budget]`. Three dimensions, because a
+    stacked `[R, b, rows, budget]` is refused by gloo and passes on NCCL only because it counts elements. A gather runs
+    while the caller goes on; at most `in_flight` of them do, then `add` waits for the oldest.
+    """
+
+    def __init__(
+        self,
+        partition: RowPartition,
+        group: Group,
+        *,
+        batch: int,
+        budget: int,
+        device: torch.device,
+        in_flight: int = 2,
+    ) -> None:
+        self._partition, self._group, self._in_flight = partition, group, in_flight
+        self._pending: deque[tuple[dist.Work | None, range, Tensor, Tensor]] = deque()
+        self._selection_BSK = torch.empty(batch, partition.num_rows, budget, dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def add(self, piece: range, selection_BOK: Tensor) -> None:
+        """int32 `[b, o, budget]`, the selections of rows `piece` of this rank's shard, as far as the shard has them.
+
+        Raises: TypeError unless int32, ValueError for another shape.
+        """
+        own = len(_overlap(piece, range(self._partition.rows_of(group_rank(self._group)))))
+        batch, _, budget = self._selection_BSK.shape
+        if selection_BOK.dtype != torch.int32:
+            raise TypeError(f"selection_BOK is {selection_BOK.dtype}; accepted is torch.int32")
+        if selection_BOK.shape != (batch, own, budget):
+            raise ValueError(
+                f"selection_BOK has shape {tuple(selection_BOK.shape)}; accepted is {[batch, own, budget]}, this "
+                f"rank's part of rows {piece.start} ... {piece.stop - 1} of a shard"
+            )
+        padded = selection_BOK.new_full((batch, len(piece), budget), -1)
+        padded[:, :own] = selection_BOK
+        gathered = selection_BOK.new_empty(group_size(self._group) * batch, len(piece), budget)
+        self._pending.append((_all_gather(gathered, padded, self._group, wait=False), piece, gathered, padded))
+        while len(self._pending) > self._in_flight:
+            self._place()
+
+    @torch.no_grad()
+    def finish(self) -> Tensor:
+        """int32 `[b, partition.num_rows, budget]` in row order, once every rank has added every piece."""
+        while self._pending:
+            self._place()
+        return self._selection_BSK
+
+    def _place(self) -> None:
+        work, piece, gathered, _ = self._pending.popleft()
+        if work is not None:
+            work.wait()
+        for rank, shard_BOK in enumerate(gathered.unflatten(0, (self._partition.group_size, -1))):
+            offset = -piece.start
+            for rows in self._partition.slices(rank):
+                part = _overlap(range(offset, offset + len(rows)), range(len(piece)))
+                start = rows.start + part.start - offset
+                self._selection_BSK[:, start : start + len(part)] = shard_BOK[:, part.start : part.stop]
+                offset += len(rows)
+
+
 def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Group) -> Tensor:
-    """The selection of every row, on every rank, from each rank's own shard.
+    """The selection of every row, on every rank, from each rank's whole shard, by one collective.
 
     Args:
         selection_BOK: int32 `[b, rows of this rank's shard, budget]`.
@@ -52,31 +161,17 @@ def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Grou
 
     Returns: int32 `[b, partition.num_rows, budget]` in row order.
 
-    A shard is padded with -1 to the longest, R of them are gathered by one collective as `[R * b, n, budget]`, and
-    shard r's rows go to their places; padding goes nowhere. Three dimensions, because a stacked `[R, b, n, budget]` is
-    refused by gloo and passes on NCCL only because it counts elements.
-
     Raises: TypeError unless int32, ValueError unless the shard has the rows the partition gives this rank.
     """
-    ranks, own = group_size(group), partition.shard(group_rank(group))
-    if selection_BOK.dtype != torch.int32:
-        raise TypeError(f"selection_BOK is {selection_BOK.dtype}; accepted is torch.int32")
-    if selection_BOK.ndim != 3 or selection_BOK.shape[1] != len(own) or partition.group_size != ranks:
+    if partition.group_size != group_size(group) or selection_BOK.ndim != 3:
         raise ValueError(
-            f"selection_BOK has shape {tuple(selection_BOK.shape)}, the partition {partition.group_size} ranks; "
-            f"accepted are [batch, {len(own)}, budget] and the group's {ranks} ranks"
+            f"selection_BOK has shape {tuple(selection_BOK.shape)} and the partition {partition.group_size} ranks; "
+            f"accepted are three dimensions and the group's {group_size(group)} ranks"
         )
     batch, _, budget = selection_BOK.shape
-    padded = selection_BOK.new_full((batch, partition.rows_per_rank, budget), -1)
-    padded[:, : len(own)] = selection_BOK
-    gathered = selection_BOK.new_empty(ranks * batch, partition.rows_per_rank, budget)
-    _all_gather(gathered, padded, group)
-    shards_RBOK = gathered.view(ranks, batch, partition.rows_per_rank, budget)
-    selection_BSK = selection_BOK.new_empty(batch, partition.num_rows, budget)
-    for rank in range(ranks):
-        rows = partition.shard(rank)
-        selection_BSK[:, rows.start : rows.stop] = shards_RBOK[rank, :, : len(rows)]
-    return selection_BSK
+    gather = SelectionGather(partition, group, batch=batch, budget=budget, device=selection_BOK.device)
+    gather.add(range(partition.rows_per_rank), selection_BOK)
+    return gather.finish()
 
 
 def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessGroup) -> bool:
@@ -108,10 +203,26 @@ def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessG
     return True
 
 
-def _all_gather(output: Tensor, shard: Tensor, group: Group) -> None:
+def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = True) -> dist.Work | None:
+    if group is None:
+        output.copy_(shard)
+        return None
+    # torch 2.13 renames the collective and deprecates the name that 2.11 and 2.12 have.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
+
+
+def _all_to_all(output: Tensor, shard: Tensor, received: list[int], sent: list[int], group: Group) -> None:
     if group is None:
         output.copy_(shard)
         return
-    # torch 2.13 renames the collective and deprecates the name that 2.11 and 2.12 have.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    cast(Callable[..., Any], gather)(output, shard, group=group)
+    dist.all_to_all_single(output, shard, output_split_sizes=received, input_split_sizes=sent, group=group)
+
+
+def _overlap(a: range, b: range) -> range:
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+def _rows(parts: Sequence[range]) -> int:
+    return sum(len(part) for part in parts)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 # fp32 elements of scratch in `compress_keys`, which is elementwise: the size moves no bit of the result.
 _COMPRESS_ELEMENTS = 1 << 20
+# Token ids that `expand_selection` works on at a time.
+_EXPAND_ELEMENTS = 1 << 20
 
 _LOG2_E = 1.4426950408889634
 # ln 2 in two parts: the first has 10 significant bits, so that n * _LN2_HIGH is exact for every |n| < 2**14.
@@ -237,7 +239,17 @@ def expand_selection(
     Raises: TypeError unless int32, ValueError for an id that is not a complete pool visible to its row.
     """
     check_selection(selection_BSK, layout, position_S)
-    token_BSW, unseen = expand_unchecked(selection_BSK, layout, position_S, always_select_tail=always_select_tail)
+    batch, rows, budget = selection_BSK.shape
+    width = budget * layout.pool_size + (layout.pool_size - 1 if always_select_tail else 0)
+    token_BSW = selection_BSK.new_empty(batch, rows, width)
+    unseen = torch.zeros((), dtype=torch.bool, device=layout.device)
+    step = max(1, _EXPAND_ELEMENTS // max(1, batch * width))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        token_BSW[:, part], unseen_here = expand_unchecked(
+            selection_BSK[:, part], layout, position_S[part], always_select_tail=always_select_tail
+        )
+        unseen |= unseen_here
     raise_if_unseen(unseen)
     return token_BSW
 

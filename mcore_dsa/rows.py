@@ -1,41 +1,176 @@
-"""Which query rows a rank of the query-shard group owns: integers only, no tensors, no communication."""
+"""Which query rows a rank of the query-shard group owns, and how much work a row is: integers only, no tensors.
+
+The work of a row is its *scored pairs*: the pools it sees, if they are more than the budget, else none, for then it
+takes them all without scoring. Row t of a document (counted from 1) sees `t // pool_size` complete pools.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from mcore_dsa.settings import Partition
 
 
 @dataclass(frozen=True)
 class RowPartition:
-    """`num_rows` rows cut into contiguous shards over `group_size` ranks.
+    """The rows of a call cut over the ranks of a group; every rank can compute every other rank's rows.
 
-    Rank r owns rows `[min(s, r * n), min(s, (r + 1) * n))` with `n = ceil(s / R)`: the last shard may be short, and
-    shards behind it are empty. Every rank can compute every other rank's rows.
+    Attributes:
+        num_rows: rows of the call.
+        shards: for each rank its slices, in the order in which it holds them. Together they hold every row once.
 
     Raises: ValueError for a negative `num_rows` or a `group_size` below 1.
     """
 
     num_rows: int
-    group_size: int
+    shards: tuple[tuple[range, ...], ...]
 
-    def __post_init__(self) -> None:
-        if self.num_rows < 0 or self.group_size < 1:
-            raise ValueError(
-                f"num_rows is {self.num_rows} and group_size {self.group_size}; accepted are num_rows >= 0 and "
-                "group_size >= 1"
-            )
+    @classmethod
+    def contiguous(cls, num_rows: int, group_size: int) -> RowPartition:
+        """Rank r owns `[min(s, r * n), min(s, (r + 1) * n))`, `n = ceil(s / R)`; the last shards may be empty."""
+        return cls(num_rows, tuple((part,) for part in _equal_slices(num_rows, group_size, group_size)))
+
+    @classmethod
+    def zigzag(cls, num_rows: int, group_size: int) -> RowPartition:
+        """2R slices of `ceil(s / 2R)` rows; rank r owns slices r and 2R-1-r, which evens out causal work."""
+        parts = _equal_slices(num_rows, group_size, 2 * group_size)
+        return cls(num_rows, tuple((parts[rank], parts[-1 - rank]) for rank in range(group_size)))
+
+    @classmethod
+    def balanced(cls, num_rows: int, group_size: int, work: PackWork) -> RowPartition:
+        """Contiguous shards of unequal length, each with its share of `work`'s scored pairs, to within one row.
+
+        Without any scored pair the rows are cut equally. `work` describes the rows from 0 on; those behind it are none.
+        """
+        if work.scored_pairs == 0:
+            return cls.contiguous(num_rows, group_size)
+        _check_sizes(num_rows, group_size)
+        shares = (work.scored_pairs * rank // group_size for rank in range(1, group_size))
+        cuts = [0, *(min(num_rows, work.first_row_reaching(share)) for share in shares), num_rows]
+        return cls(num_rows, tuple((range(start, stop),) for start, stop in pairwise(cuts)))
+
+    @property
+    def group_size(self) -> int:
+        return len(self.shards)
 
     @property
     def rows_per_rank(self) -> int:
         """Rows of the longest shard, to which every shard is padded for the exchange."""
-        return -(-self.num_rows // self.group_size)
+        return max(self.rows_of(rank) for rank in range(self.group_size))
 
-    def shard(self, rank: int) -> range:
-        """The rows of `rank`, in ascending order.
+    def rows_of(self, rank: int) -> int:
+        """How many rows `rank` owns."""
+        return sum(len(part) for part in self.slices(rank))
+
+    def slices(self, rank: int) -> tuple[range, ...]:
+        """The rows of `rank`.
 
         Raises: ValueError for a rank outside the group.
         """
         if not 0 <= rank < self.group_size:
             raise ValueError(f"rank is {rank}; accepted is 0 <= rank < {self.group_size}")
-        start = min(self.num_rows, rank * self.rows_per_rank)
-        return range(start, min(self.num_rows, start + self.rows_per_rank))
+        return self.shards[rank]
+
+
+@dataclass(frozen=True)
+class PackWork:
+    """Pairs that indexing a pack of documents takes, as prefix sums over its rows, in closed form for each document.
+
+    Attributes:
+        lengths: tokens of each document, in pack order.
+        pool_size: `index_kpool`. budget: pools a row may select.
+
+    Raises: ValueError for a negative length, or a `pool_size` or `budget` below 1.
+    """
+
+    lengths: tuple[int, ...]
+    pool_size: int
+    budget: int
+    _row_ends: tuple[int, ...] = field(init=False, repr=False)
+    _scored_ends: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if min(self.lengths, default=0) < 0 or self.pool_size < 1 or self.budget < 1:
+            raise ValueError(
+                f"lengths has a least of {min(self.lengths, default=0)}, pool_size is {self.pool_size}, budget "
+                f"{self.budget}; accepted are lengths >= 0, pool_size >= 1 and budget >= 1"
+            )
+        object.__setattr__(self, "_row_ends", tuple(accumulate(self.lengths)))
+        object.__setattr__(self, "_scored_ends", tuple(accumulate(self._scored(length) for length in self.lengths)))
+
+    @property
+    def rows(self) -> int:
+        return self._row_ends[-1] if self._row_ends else 0
+
+    @property
+    def visible_pairs(self) -> int:
+        """(row, pool) pairs in which the row sees the pool."""
+        return sum(self._visible(length) for length in self.lengths)
+
+    @property
+    def scored_pairs(self) -> int:
+        """Those of them whose row sees more pools than the budget."""
+        return self._scored_ends[-1] if self._scored_ends else 0
+
+    def scored_pairs_before(self, row: int) -> int:
+        """Scored pairs of rows `0 ... row - 1`; rows behind the last document have none."""
+        if row >= self.rows:
+            return self.scored_pairs
+        document = bisect_right(self._row_ends, row)
+        inside = row - (self._row_ends[document - 1] if document else 0)
+        return (self._scored_ends[document - 1] if document else 0) + self._scored(inside)
+
+    def scored_rows_before(self, row: int) -> int:
+        """Rows among `0 ... row - 1` that see more pools than the budget."""
+        document = bisect_right(self._row_ends, row)
+        lengths = self.lengths[:document]
+        if document < len(self.lengths):
+            lengths = (*lengths, row - (self._row_ends[document - 1] if document else 0))
+        return sum(max(0, length - self._unscored_rows) for length in lengths)
+
+    def first_row_reaching(self, pairs: int) -> int:
+        """The least row with at least `pairs` scored pairs before it."""
+        return bisect_left(range(self.rows), pairs, key=self.scored_pairs_before)
+
+    @property
+    def _unscored_rows(self) -> int:
+        """Rows at the head of a document that see no more pools than the budget."""
+        return (self.budget + 1) * self.pool_size - 1
+
+    def _visible(self, rows: int) -> int:
+        """`sum(t // P for t in 1 ... rows)`: P rows see each of 1 ... n-1 pools, the last `rows % P + 1` see n."""
+        pools, rest = divmod(rows, self.pool_size)
+        return self.pool_size * (pools * (pools - 1) // 2) + pools * (rest + 1)
+
+    def _scored(self, rows: int) -> int:
+        return max(0, self._visible(rows) - self._visible(self._unscored_rows))
+
+
+def partition_rows(
+    kind: Partition, num_rows: int, group_size: int, lengths: Sequence[int], *, pool_size: int, budget: int
+) -> RowPartition:
+    """The partition that `SKYRL_DSA_INDEXER_TP_SHARD` names; `lengths` of the documents matter to `balanced` alone."""
+    if kind == "contiguous":
+        return RowPartition.contiguous(num_rows, group_size)
+    if kind == "zigzag":
+        return RowPartition.zigzag(num_rows, group_size)
+    if kind == "balanced":
+        return RowPartition.balanced(num_rows, group_size, PackWork(tuple(lengths), pool_size, budget))
+    raise ValueError(f"partition is {kind!r}; accepted are 'contiguous', 'zigzag' and 'balanced'")
+
+
+def _equal_slices(num_rows: int, group_size: int, parts: int) -> list[range]:
+    _check_sizes(num_rows, group_size)
+    length = -(-num_rows // parts)
+    cuts = [min(num_rows, part * length) for part in range(parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def _check_sizes(num_rows: int, group_size: int) -> None:
+    if num_rows < 0 or group_size < 1:
+        raise ValueError(
+            f"num_rows is {num_rows} and group_size {group_size}; accepted are num_rows >= 0 and group_size >= 1"
+        )

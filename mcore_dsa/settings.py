@@ -13,11 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 # Ways to cut the indexer's query rows over the tensor-parallel group.
-Partition = Literal["contiguous"]
+Partition = Literal["contiguous", "zigzag", "balanced"]
 
 PARTITION_VARIABLE = "SKYRL_DSA_INDEXER_TP_SHARD"
 SCORE_BYTES_VARIABLE = "MCORE_DSA_SCORE_BYTES"
 ATTEND_BYTES_VARIABLE = "MCORE_DSA_ATTEND_BYTES"
+OVERLAP_VARIABLE = "MCORE_DSA_OVERLAP"
 
 _DEFAULT_BYTES = 256 * 2**20
 
@@ -27,6 +28,8 @@ _PARTITION_WORDS: dict[str, Partition | None] = {
     **{partition: partition for partition in get_args(Partition)},
 }
 _PARTITIONS_ACCEPTED = "unset, empty, 0, false or off; 1, true or on; " + ", ".join(get_args(Partition))
+
+_SWITCH = {"1": True, "0": False}
 
 _BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES_ACCEPTED = "a positive whole number of bytes below 2**63, as in 67108864, or with a unit: B, KiB, MiB or GiB"
@@ -60,11 +63,13 @@ class Settings:
             every rank.
         score_bytes: bytes that scores in flight may take.
         attend_bytes: bytes that either pass of the sparse attention may take beyond what its caller holds.
+        overlap: gather the selections of finished rows while the next are scored.
     """
 
     partition: Setting[Partition | None]
     score_bytes: Setting[int]
     attend_bytes: Setting[int]
+    overlap: Setting[bool]
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -98,6 +103,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         partition=_read(environ, PARTITION_VARIABLE, _parse_partition, _PARTITIONS_ACCEPTED, None),
         score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, _DEFAULT_BYTES),
         attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, _DEFAULT_BYTES),
+        overlap=_read(environ, OVERLAP_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
     )
 
 

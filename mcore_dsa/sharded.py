@@ -12,10 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_dsa.collectives import Group, gather_selection, group_rank, group_size
+from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
 from mcore_dsa.kpool import PoolLayout, check_device, check_integer, compress_keys, expand_selection
 from mcore_dsa.rows import RowPartition
 from mcore_dsa.selection import DEFAULT_SCORE_BYTES, SelectionCounters, select_pools
+
+# Rows of a shard that are gathered together while the next are scored: 2 MiB a rank at a budget of 512 pools.
+OVERLAP_ROWS = 1024
 
 
 def select_pools_sharded(
@@ -27,35 +30,56 @@ def select_pools_sharded(
     *,
     budget: int,
     query_shard_group: Group,
+    partition: RowPartition | None = None,
+    overlap: bool = True,
     score_bytes: int = DEFAULT_SCORE_BYTES,
     counters: SelectionCounters | None = None,
     use_relu: bool = True,
 ) -> Tensor:
-    """`select_pools` for all rows, of which this rank brings and scores its own contiguous shard.
+    """`select_pools` for all rows, of which this rank brings and scores those of its own shard.
 
     Args:
-        q_OBHD, weights_OBH: queries and head weights of this rank's rows of `RowPartition(s, R)`; none where empty.
+        q_OBHD, weights_OBH: queries and head weights of this rank's rows, slice after slice; none where it owns none.
         pool_key_PBD, layout: equal on every rank.
         position_S: the token of every row, not only of this rank's.
+        query_shard_group: ranks that share the rows; None stands for a group of one, which owns them all.
+        partition: who owns which of the `s` rows, contiguous shards by default.
+        overlap: gather a shard in pieces, each while the next is scored.
 
-    Returns: `selection_BSK` int32 `[b, s, budget]`, the same on every rank. With `query_shard_group=None` the shard is
-    every row.
+    Returns: `selection_BSK` int32 `[b, s, budget]`, the same on every rank.
+
+    Raises: as `select_pools`; ValueError for a partition of other rows or another number of ranks.
     """
     check_integer("position_S", position_S, ndim=1)
-    partition = RowPartition(position_S.shape[0], group_size(query_shard_group))
-    own = partition.shard(group_rank(query_shard_group))
-    selection_BOK = select_pools(
-        q_OBHD,
-        weights_OBH,
-        pool_key_PBD,
-        layout,
-        position_S[own.start : own.stop],
-        budget=budget,
-        score_bytes=score_bytes,
-        use_relu=use_relu,
-        counters=counters,
-    )
-    return gather_selection(selection_BOK, partition, query_shard_group)
+    ranks, rank = group_size(query_shard_group), group_rank(query_shard_group)
+    rows = position_S.shape[0]
+    partition = RowPartition.contiguous(rows, ranks) if partition is None else partition
+    if (partition.num_rows, partition.group_size) != (rows, ranks):
+        raise ValueError(
+            f"partition cuts {partition.num_rows} rows for {partition.group_size} ranks; accepted are {rows} rows and "
+            f"{ranks} ranks"
+        )
+    own_O = torch.cat([position_S[part.start : part.stop] for part in partition.slices(rank)])
+    if q_OBHD.shape[0] != own_O.shape[0]:
+        raise ValueError(f"q_OBHD has {q_OBHD.shape[0]} rows; accepted are the {own_O.shape[0]} of rank {rank}'s shard")
+    gather = SelectionGather(partition, query_shard_group, batch=layout.batch, budget=budget, device=layout.device)
+    for start in range(
+        0, partition.rows_per_rank, piece := OVERLAP_ROWS if overlap else max(1, partition.rows_per_rank)
+    ):
+        part = slice(start, start + piece)
+        selection_BOK = select_pools(
+            q_OBHD[part],
+            weights_OBH[part],
+            pool_key_PBD,
+            layout,
+            own_O[part],
+            budget=budget,
+            score_bytes=score_bytes,
+            use_relu=use_relu,
+            counters=counters,
+        )
+        gather.add(range(start, min(start + piece, partition.rows_per_rank)), selection_BOK)
+    return gather.finish()
 
 
 @torch.no_grad()
@@ -90,11 +114,9 @@ def fused_qk_topk_kpool(
         weights: floating `[s, b, heads]`, already times `heads**-0.5 * dim**-0.5`.
         index_topk: tokens to select, a multiple of `pool_size`.
         ape: floating `[pool_size, dim]`.
-        mask: None; any other is refused.
-        varlen_starts, varlen_ends: integer `[s]`, both or none.
+        mask, fp8_indexer: None and False; any other is refused.
+        varlen_starts, varlen_ends: integer `[s]`, both or none. cu_seqlens_kv: integer `[documents + 1]`.
         key_positions: None or 0 ... s_k-1.
-        cu_seqlens_kv: integer `[documents + 1]`.
-        fp8_indexer: False; True is refused.
         query_shard_group: ranks that share the rows, each scoring its contiguous shard; None: every row here.
 
     Returns: `(None, token_ids)`, int32 `[b, s, index_topk + pool_size - 1]` (`index_topk` wide without the tail):
@@ -104,18 +126,10 @@ def fused_qk_topk_kpool(
     Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it.
     """
     _check_fused(q, k, mask, index_topk, pool_size, key_positions, fp8_indexer)
-    layout, position = _layout_of_bounds(
-        varlen_starts,
-        varlen_ends,
-        cu_seqlens_kv,
-        rows=q.shape[0],
-        tokens=k.shape[0],
-        batch=k.shape[1],
-        pool_size=pool_size,
-        device=k.device,
-    )
+    layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
     pool_key = compress_keys(k, gate_score, ape, layout)
-    own = RowPartition(q.shape[0], group_size(query_shard_group)).shard(group_rank(query_shard_group))
+    partition = RowPartition.contiguous(q.shape[0], group_size(query_shard_group))
+    (own,) = partition.slices(group_rank(query_shard_group))
     selection = select_pools_sharded(
         q[own.start : own.stop],
         weights[own.start : own.stop],
@@ -130,17 +144,10 @@ def fused_qk_topk_kpool(
 
 
 def _layout_of_bounds(
-    starts: Tensor | None,
-    ends: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    rows: int,
-    tokens: int,
-    batch: int,
-    pool_size: int,
-    device: torch.device,
+    starts: Tensor | None, ends: Tensor | None, cu_seqlens: Tensor | None, rows: int, key_TBD: Tensor, pool_size: int
 ) -> tuple[PoolLayout, Tensor]:
     """The segments that the bounds of a call describe, and the token each row stands at, -1 for one that sees none."""
+    (tokens, batch, _), device = key_TBD.shape, key_TBD.device
     if (starts is None) != (ends is None):
         raise ValueError("one of varlen_starts and varlen_ends is None; accepted are both or none")
     if cu_seqlens is not None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mcore_dsa.settings import (
     ATTEND_BYTES_VARIABLE,
+    OVERLAP_VARIABLE,
     PARTITION_VARIABLE,
     SCORE_BYTES_VARIABLE,
     read_settings,
@@ -15,7 +16,8 @@ from mcore_dsa.settings import (
 
 OFF = ["", " ", "0", "false", "FALSE", "off", " Off\n"]
 CONTIGUOUS = ["1", "true", "True", "on", "ON", "contiguous", "\tContiguous "]
-UNKNOWN = ["zigzag", "balanced", "2", "yes", "no", "none", "contiguous,", "1 1", "-1", "01"]
+NAMED = {"zigzag": "zigzag", " ZigZag": "zigzag", "balanced": "balanced"}
+UNKNOWN = ["zig-zag", "striped", "2", "yes", "no", "none", "contiguous,", "1 1", "-1", "01"]
 BYTES = {
     "1": 1,
     "67108864": 2**26,
@@ -86,18 +88,33 @@ def test_bad_byte_size_is_kept_as_a_fault(raw: str) -> None:
     assert "B, KiB, MiB or GiB" in fault
 
 
+@pytest.mark.parametrize(("raw", "partition"), NAMED.items())
+def test_partition_by_name(raw: str, partition: str) -> None:
+    settings = read_settings({PARTITION_VARIABLE: raw})
+    assert settings.partition.value == partition
+    assert settings.faults == ()
+
+
+def test_overlap_is_a_switch() -> None:
+    assert read_settings({}).overlap.value is True
+    assert read_settings({OVERLAP_VARIABLE: "0"}).overlap.value is False
+    (fault,) = read_settings({OVERLAP_VARIABLE: "yes"}).faults
+    assert "MCORE_DSA_OVERLAP='yes'" in fault
+    assert "1 and 0" in fault
+
+
 def test_every_fault_is_raised_at_once() -> None:
-    settings = read_settings({PARTITION_VARIABLE: "zigzag", SCORE_BYTES_VARIABLE: "0", ATTEND_BYTES_VARIABLE: "64KB"})
+    settings = read_settings({PARTITION_VARIABLE: "striped", SCORE_BYTES_VARIABLE: "0", ATTEND_BYTES_VARIABLE: "64KB"})
     assert len(settings.faults) == 3
-    with pytest.raises(ValueError, match=r"INDEXER_TP_SHARD='zigzag'.*SCORE_BYTES='0'.*ATTEND_BYTES='64KB'"):
+    with pytest.raises(ValueError, match=r"INDEXER_TP_SHARD='striped'.*SCORE_BYTES='0'.*ATTEND_BYTES='64KB'"):
         settings.raise_faults()
 
 
 @given(st.text(), st.text())
-@example("1", "zigzag")
+@example("striped", "zigzag")
 def test_no_value_raises_while_reading(partition: str, size: str) -> None:
     settings = read_settings({PARTITION_VARIABLE: partition, SCORE_BYTES_VARIABLE: size})
-    assert settings.partition.value in (None, "contiguous")
+    assert settings.partition.value in (None, "contiguous", "zigzag", "balanced")
     assert 0 < settings.score_bytes.value < 2**63
     if not settings.faults:
         settings.raise_faults()
@@ -112,6 +129,8 @@ def test_description_is_equal_for_two_spellings_and_different_for_two_values() -
         [{PARTITION_VARIABLE: raw} for raw in CONTIGUOUS],
         [{SCORE_BYTES_VARIABLE: raw} for raw in ("1GiB", "1024MiB", "1073741824")],
         [{ATTEND_BYTES_VARIABLE: "1GiB"}],
+        *([{PARTITION_VARIABLE: raw}] for raw in ("zigzag", "balanced")),
+        [{OVERLAP_VARIABLE: "0"}],
         *([{PARTITION_VARIABLE: raw}] for raw in UNKNOWN),
         *([{SCORE_BYTES_VARIABLE: raw}] for raw in NOT_BYTES),
     ]
@@ -129,6 +148,7 @@ def test_description_is_plain_text() -> None:
         "MCORE_DSA_SCORE_BYTES": "1048576",
         "MCORE_DSA_ATTEND_BYTES": "'-1' is refused; accepted: a positive whole number of bytes below 2**63, as in "
         "67108864, or with a unit: B, KiB, MiB or GiB",
+        "MCORE_DSA_OVERLAP": "True",
     }
     assert read_settings({}).describe()["SKYRL_DSA_INDEXER_TP_SHARD"] == "off"
 

@@ -17,10 +17,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mcore_dsa.attend import sparse_attention
-from mcore_dsa.collectives import agree, gather_rows
+from mcore_dsa.collectives import agree, exchange_rows, gather_rows
 from mcore_dsa.kpool import PoolLayout, compress_keys
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
+from mcore_dsa.rows import partition_rows
 from mcore_dsa.scoring import tile_fingerprint, tile_for
 from mcore_dsa.selection import SelectionCounters
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
@@ -134,9 +135,14 @@ class KPoolDSAttention(MegatronModule):
         group = self.tp_group
         q, weights, key_LBD, gate_LBD = self.indexer(x_LBC.detach(), qr_LBL.detach())
         key_SBD, gate_SBD = gather_rows(torch.cat([key_LBD, gate_LBD], dim=-1), group).chunk(2, dim=-1)
-        sharded = self.settings.partition.value is not None
-        if not sharded:
+        kind, budget = self.settings.partition.value, self.config.dsa_indexer_pool_budget
+        if kind is None:
+            partition = None
             q, weights = gather_rows(q, group), gather_rows(weights, group)
+        else:
+            rows, pool_size = position_S.shape[0], layout.pool_size
+            partition = partition_rows(kind, rows, group.size(), [rows], pool_size=pool_size, budget=budget)
+            q, weights = exchange_rows([q, weights], partition, group)
         pool_key_PBD = compress_keys(key_SBD, gate_SBD, self.indexer.index_kpool_compress_ape, layout)
         selection_BSK: Tensor = select_pools_sharded(
             q,
@@ -144,8 +150,10 @@ class KPoolDSAttention(MegatronModule):
             pool_key_PBD,
             layout,
             position_S,
-            budget=self.config.dsa_indexer_pool_budget,
-            query_shard_group=group if sharded else None,
+            budget=budget,
+            query_shard_group=None if kind is None else group,
+            partition=partition,
+            overlap=self.settings.overlap.value,
             score_bytes=self.settings.score_bytes.value,
             counters=self.counters,
         )
