@@ -7,7 +7,7 @@ takes them all without scoring. Row t of a document (counted from 1) sees `t // 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -90,6 +90,7 @@ class PackWork:
     pool_size: int
     budget: int
     _row_ends: tuple[int, ...] = field(init=False, repr=False)
+    _visible_ends: tuple[int, ...] = field(init=False, repr=False)
     _scored_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +100,8 @@ class PackWork:
                 f"{self.budget}; accepted are lengths >= 0, pool_size >= 1 and budget >= 1"
             )
         object.__setattr__(self, "_row_ends", tuple(accumulate(self.lengths)))
-        object.__setattr__(self, "_scored_ends", tuple(accumulate(self._scored(length) for length in self.lengths)))
+        object.__setattr__(self, "_visible_ends", tuple(accumulate(map(self._visible, self.lengths))))
+        object.__setattr__(self, "_scored_ends", tuple(accumulate(map(self._scored, self.lengths))))
 
     @property
     def rows(self) -> int:
@@ -108,7 +110,7 @@ class PackWork:
     @property
     def visible_pairs(self) -> int:
         """(row, pool) pairs in which the row sees the pool."""
-        return sum(self._visible(length) for length in self.lengths)
+        return self._visible_ends[-1] if self._visible_ends else 0
 
     @property
     def scored_pairs(self) -> int:
@@ -117,19 +119,11 @@ class PackWork:
 
     def scored_pairs_before(self, row: int) -> int:
         """Scored pairs of rows `0 ... row - 1`; rows behind the last document have none."""
-        if row >= self.rows:
-            return self.scored_pairs
-        document = bisect_right(self._row_ends, row)
-        inside = row - (self._row_ends[document - 1] if document else 0)
-        return (self._scored_ends[document - 1] if document else 0) + self._scored(inside)
+        return self._before(row, self._scored_ends, self._scored)
 
-    def scored_rows_before(self, row: int) -> int:
-        """Rows among `0 ... row - 1` that see more pools than the budget."""
-        document = bisect_right(self._row_ends, row)
-        lengths = self.lengths[:document]
-        if document < len(self.lengths):
-            lengths = (*lengths, row - (self._row_ends[document - 1] if document else 0))
-        return sum(max(0, length - self._unscored_rows) for length in lengths)
+    def visible_pairs_before(self, row: int) -> int:
+        """Visible pairs of rows `0 ... row - 1`."""
+        return self._before(row, self._visible_ends, self._visible)
 
     def first_row_reaching(self, pairs: int) -> int:
         """The least row with at least `pairs` scored pairs before it."""
@@ -139,6 +133,11 @@ class PackWork:
     def _unscored_rows(self) -> int:
         """Rows at the head of a document that see no more pools than the budget."""
         return (self.budget + 1) * self.pool_size - 1
+
+    def _before(self, row: int, ends: Sequence[int], of_rows: Callable[[int], int]) -> int:
+        document = bisect_right(self._row_ends, row)
+        complete, start = (ends[document - 1], self._row_ends[document - 1]) if document else (0, 0)
+        return complete if document == len(self.lengths) else complete + of_rows(row - start)
 
     def _visible(self, rows: int) -> int:
         """`sum(t // P for t in 1 ... rows)`: P rows see each of 1 ... n-1 pools, the last `rows % P + 1` see n."""

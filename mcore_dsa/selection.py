@@ -167,7 +167,8 @@ def _select_strip(scorer: TileScorer, key_PD: Tensor, strip: _RowStrip, block: i
     for begin in range(strip.first, last, block):
         end = min(begin + block, last)
         kept = 0 if best_RK is None else budget
-        score_RC = torch.empty(strip.row_R.shape[0], kept + end - begin, device=key_PD.device)
+        shape = (strip.row_R.shape[0], kept + end - begin)
+        score_RC = torch.empty(shape, dtype=torch.float32, device=key_PD.device)
         _score_block(scorer, key_PD, strip, begin, score_RC[:, kept:])
         order_RC = _order_(score_RC)
         slot_RC = torch.arange(begin - kept, end, dtype=torch.int32, device=key_PD.device).expand_as(order_RC)
@@ -226,6 +227,15 @@ def _take_all_visible(selection_SK: Tensor, first_S: Tensor, visible_S: Tensor, 
     for part in row.split(max(1, _FILL_ELEMENTS // budget)):
         ids = (first_S[part, None] + rank).to(torch.int32)
         selection_SK[part] = ids.masked_fill_(rank >= visible_S[part, None], -1)
+
+
+def bytes_in_flight(
+    device: torch.device, heads: int, dim: int, budget: int, pools: int, score_bytes: int = DEFAULT_SCORE_BYTES
+) -> int:
+    """Bytes of scores and scratch that rows seeing up to `pools` pools take, under `score_bytes`."""
+    tile = tile_for(device, heads)
+    block = min(_block_pools(tile, heads, dim, budget, score_bytes), -(-max(pools, budget) // tile.pools) * tile.pools)
+    return _bytes_in_flight(tile, heads, dim, budget, block)
 
 
 def _smallest_block(tile: Tile, budget: int) -> int:

@@ -19,6 +19,8 @@ from mcore_dsa.selection import DEFAULT_SCORE_BYTES, SelectionCounters, select_p
 
 # Rows of a shard that are gathered together while the next are scored: 2 MiB a rank at a budget of 512 pools.
 OVERLAP_ROWS = 1024
+# Gathers whose buffers live at a time: one that is being filled or placed, the rest on their way.
+GATHERS_HELD = 3
 
 
 def select_pools_sharded(
@@ -62,7 +64,14 @@ def select_pools_sharded(
     own_O = torch.cat([position_S[part.start : part.stop] for part in partition.slices(rank)])
     if q_OBHD.shape[0] != own_O.shape[0]:
         raise ValueError(f"q_OBHD has {q_OBHD.shape[0]} rows; accepted are the {own_O.shape[0]} of rank {rank}'s shard")
-    gather = SelectionGather(partition, query_shard_group, batch=layout.batch, budget=budget, device=layout.device)
+    gather = SelectionGather(
+        partition,
+        query_shard_group,
+        batch=layout.batch,
+        budget=budget,
+        device=layout.device,
+        in_flight=GATHERS_HELD - 1,
+    )
     for start in range(
         0, partition.rows_per_rank, piece := OVERLAP_ROWS if overlap else max(1, partition.rows_per_rank)
     ):
