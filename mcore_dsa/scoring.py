@@ -54,12 +54,16 @@ class TileScorer:
     def __init__(self, tile: Tile, heads: int, dim: int, device: torch.device, *, use_relu: bool) -> None:
         self.tile = tile
         self._use_relu = use_relu
+        # Said, not left to the process's default, which a training script may set to bfloat16.
+        zeros, empty = (
+            functools.partial(make, dtype=torch.float32, device=device) for make in (torch.zeros, torch.empty)
+        )
         # One allocation a tile: products may round by alignment, and an allocation's is always the same.
-        self._q = [torch.zeros(tile.rows, heads, dim, device=device) for _ in range(tile.strip_tiles)]
-        self._weights = [torch.zeros(tile.rows, 1, heads, device=device) for _ in range(tile.strip_tiles)]
-        self._key = torch.zeros(tile.pools, dim, device=device)
-        self._per_head = torch.empty(tile.rows * heads, tile.pools, device=device)
-        self._score = torch.empty(tile.rows, 1, tile.pools, device=device)
+        self._q = [zeros(tile.rows, heads, dim) for _ in range(tile.strip_tiles)]
+        self._weights = [zeros(tile.rows, 1, heads) for _ in range(tile.strip_tiles)]
+        self._key = zeros(tile.pools, dim)
+        self._per_head = empty(tile.rows * heads, tile.pools)
+        self._score = empty(tile.rows, 1, tile.pools)
 
     def load_rows(self, q_RHD: Tensor, weights_RH: Tensor) -> None:
         """Take up to `tile.strip_rows` rows; what stood in the other places stays there and reaches nothing."""
@@ -96,13 +100,12 @@ def tile_fingerprint(device: torch.device, heads: int, dim: int) -> int:
 @functools.cache
 def _probe(device: torch.device, heads: int, dim: int, threads: int) -> int:
     tile = tile_for(device, heads)
-    generator = torch.Generator().manual_seed(20)
+    generator = torch.Generator("cpu").manual_seed(20)
+    randn = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     scorer = TileScorer(tile, heads, dim, device, use_relu=True)
     digest = 0
     for _ in range(3):
-        q_HD, weights_H, key_D = (
-            torch.randn(shape, generator=generator).to(device) for shape in ((heads, dim), (heads,), (dim,))
-        )
+        q_HD, weights_H, key_D = (randn(shape).to(device) for shape in ((heads, dim), (heads,), (dim,)))
         scorer.load_rows(q_HD.expand(tile.rows, -1, -1), weights_H.expand(tile.rows, -1))
         scorer.load_keys(key_D.expand(tile.pools, -1))
         score_RC = scorer.score(0)
