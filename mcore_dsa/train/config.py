@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from jsonargparse import ActionYesNo, ArgumentParser
 
-if TYPE_CHECKING:
-    # jsonargparse makes these at run time; to a type checker they would be Any.
-    type PositiveInt = int
-    type NonNegativeInt = int
-    type PositiveFloat = float
-    type NonNegativeFloat = float
-else:
-    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+# To mypy these are Any. An alias of int behind TYPE_CHECKING would not do: jsonargparse would find it
+# and check by it.
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 # Byte tokens.
 BYTE_VALUES = 256
@@ -130,7 +125,7 @@ class TrainingConfig:
     @property
     def lr_decay_steps(self) -> int:
         """The step at which the decay ends."""
-        return self.steps if self.decay_steps is None else self.decay_steps
+        return int(self.steps if self.decay_steps is None else self.decay_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,15 +179,16 @@ class JobConfig:
     def padded_vocab_size(self) -> int:
         """The byte values, padded for the vocabulary-parallel layers."""
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor
-        return -(-BYTE_VALUES // multiple) * multiple
+        return int(-(-BYTE_VALUES // multiple) * multiple)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks among ``world_size`` ranks, which :meth:`faults` has accepted."""
-        return world_size // (self.parallel.tensor * self.parallel.pipeline)
+        return int(world_size // (self.parallel.tensor * self.parallel.pipeline))
 
     def micro_batches(self, world_size: int) -> int:
         """Micro batches of one data-parallel rank in one step."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
+        samples = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return int(self.training.global_batch_size // samples)
 
     def faults(self, world_size: int) -> list[str]:
         """One line for each value that cannot run on ``world_size`` ranks, naming field, value and what is accepted.
@@ -320,6 +316,4 @@ def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
     parser = build_parser()
     values = parser.instantiate(parser.parse_args(arguments))
     del values["config"]
-    # An instance of jsonargparse's subclass of int otherwise, which YAML cannot represent.
-    values["max_data_bytes"] = int(values["max_data_bytes"])
     return JobConfig(**dict(values.items(branches=False)))

@@ -1,0 +1,272 @@
+"""A run from its command line to its summary, on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+from megatron.core import parallel_state
+
+from mcore_dsa import patches
+from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
+from mcore_dsa.train.checkpointing import (
+    Checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    resume_faults,
+    save_checkpoint,
+)
+from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.data import Corpus, Windows, read_corpus
+from mcore_dsa.train.loop import StepReport, Trainer
+from mcore_dsa.train.model import transformer_config
+from mcore_dsa.train.report import METRICS, RunLog, Summary
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A run that has been checked and can start.
+
+    Attributes:
+        config: the run.
+        corpus: its text.
+        windows: its samples.
+        start: the checkpoint to continue from, None for a fresh run.
+    """
+
+    config: JobConfig
+    corpus: Corpus
+    windows: Windows
+    start: Checkpoint | None
+
+    @property
+    def run_dir(self) -> Path:
+        """Where everything goes."""
+        return Path(self.config.run_dir)
+
+
+def prepare(config: JobConfig, world_size: int) -> Job:
+    """Check a run on ``world_size`` ranks and read its text, without a message to another rank.
+
+    Raises:
+        ValueError: values that cannot run, all those found, each with its field and what is accepted.
+    """
+    faults = config.faults(world_size)
+    if config.compare_unsharded and read_settings().partition.value is None:
+        faults.append(f"compare_unsharded=true with {PARTITION_VARIABLE} off; accepted: a partition to compare with")
+    if faults:
+        raise ValueError("\n".join(faults))
+    transformer_config(config)
+    corpus = read_corpus(config.data, max_bytes=config.max_data_bytes)
+    windows = Windows(corpus, sequence_length=config.training.sequence_length, seed=config.training.seed)
+    run_dir = Path(config.run_dir)
+    start = None
+    if config.resume:
+        start = latest_checkpoint(run_dir)
+        faults = resume_faults(start, config, corpus.digest)
+        if faults:
+            raise ValueError("\n".join(faults))
+    elif run_dir.exists() and not (run_dir.is_dir() and (_is_run(run_dir) or not any(run_dir.iterdir()))):
+        raise ValueError(
+            f"run_dir={config.run_dir!r} holds something else; accepted: a new or empty folder, or a run's"
+        )
+    return Job(config=config, corpus=corpus, windows=windows, start=start)
+
+
+def train(job: Job) -> Summary:
+    """Run a job; every rank of the default process group has to call this, and gets the same losses.
+
+    A fresh run in the folder of an earlier one sets that one aside under a numbered name.
+
+    Raises:
+        ValueError: the ranks do not agree on the run.
+        RuntimeError: a gradient is not finite.
+    """
+    parallel = job.config.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+    )
+    try:
+        _check_agreement(job)
+        if dist.get_rank() == 0:
+            _open_run_dir(job)
+        dist.barrier()
+        result = _run_steps(job, title="train", record=True)
+        identical = None
+        if job.config.compare_unsharded:
+            with _partition_off():
+                # A loss that is not a number has ended the run, so equal floats have equal bits.
+                identical = _run_steps(job, title="unsharded", record=False).losses == result.losses
+    finally:
+        parallel_state.destroy_model_parallel()
+    training = job.config.training
+    first_step = training.steps - len(result.losses) + 1
+    tokens = len(result.losses) * training.global_batch_size * training.sequence_length
+    return Summary(
+        steps=training.steps,
+        first_step=first_step,
+        first_loss=result.losses[0],
+        last_loss=result.losses[-1],
+        tokens_per_s=tokens / result.seconds,
+        indexer_share=result.indexer_seconds / result.seconds,
+        flag=result.flag,
+        group_size=parallel.tensor if result.flag != "off" else 1,
+        unsharded_losses_bit_identical=identical,
+        run_dir=job.config.run_dir,
+    )
+
+
+def run(config: JobConfig) -> int:
+    """Train in a process that torchrun started, and print the summary as the last line of rank 0's stdout.
+
+    Returns:
+        The exit status: 0, 1 if unsharded losses were asked for and differ, 2 for a run that cannot start, 130
+        interrupted.
+    """
+    applied = patches.apply()
+    _logger.info(
+        "megatron-core %s with %d of its functions replaced, see patches/README.md",
+        applied.megatron_version,
+        len(applied.replaced),
+    )
+    try:
+        if not dist.is_torchelastic_launched():
+            raise ValueError(
+                "started as a single process; accepted: torchrun --nproc-per-node N -m mcore_dsa.train ..."
+            )
+        job = prepare(config, int(os.environ["WORLD_SIZE"]))
+    except ValueError as error:
+        print(f"mcore_dsa.train: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        with _process_group():
+            summary = train(job)
+            first = dist.get_rank() == 0
+    except KeyboardInterrupt:
+        print("mcore_dsa.train: interrupted", file=sys.stderr)
+        return 130
+    if first:
+        print(summary.as_json(), flush=True)
+    return 1 if summary.unsharded_losses_bit_identical is False else 0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Result:
+    """Steps done in this process, with the loss of each and times of this rank."""
+
+    losses: list[float]
+    seconds: float
+    indexer_seconds: float
+    flag: str
+
+
+def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
+    """The steps that are left, with the settings of the moment; ``record`` writes files and checkpoints."""
+    config, first = job.config, dist.get_rank() == 0
+    partition = read_settings().partition.value
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    trainer = Trainer(config, job.windows, device)
+    if job.start is not None:
+        load_checkpoint(trainer, job.start)
+    reports: list[StepReport] = []
+    save_every = config.checkpoint.save_every
+    with RunLog(config, done=trainer.step, title=title, write=record) if first else nullcontext() as log:
+        while trainer.step < config.training.steps:
+            reports.append(trainer.train_step())
+            if log is not None:
+                log(reports[-1])
+            last = trainer.step == config.training.steps
+            if record and (last or (save_every and trainer.step % save_every == 0)):
+                save_checkpoint(trainer, job.run_dir, job.corpus.digest)
+    del trainer
+    gc.collect()
+    return _Result(
+        losses=[report.loss for report in reports],
+        seconds=sum(report.seconds for report in reports),
+        indexer_seconds=sum(report.indexer_seconds for report in reports),
+        flag=partition or "off",
+    )
+
+
+def _check_agreement(job: Job) -> None:
+    own = {
+        "configuration": asdict(job.config),
+        "digest of data": job.corpus.digest,
+        "checkpoint to resume from": None if job.start is None else str(job.start.folder),
+    }
+    of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, own)
+    faults = [
+        f"{name}: rank {rank} has {values[name]}, rank 0 has {of_ranks[0][name]}; accepted: the same on all"
+        for rank, values in enumerate(of_ranks)
+        for name in own
+        if values[name] != of_ranks[0][name]
+    ]
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def _is_run(run_dir: Path) -> bool:
+    return (run_dir / METRICS).is_file()
+
+
+def _open_run_dir(job: Job) -> None:
+    run_dir = job.run_dir
+    if job.start is None and _is_run(run_dir):
+        number = 1
+        while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+            number += 1
+        run_dir.rename(aside)
+        _logger.info("an earlier run is now in %s", aside)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / METRICS).touch()
+    # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
+    fields = json.loads(json.dumps(asdict(job.config)))
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+    _logger.info(
+        "%d bytes of text from %d files, %d samples an epoch",
+        len(job.corpus.tokens),
+        job.corpus.files,
+        len(job.windows),
+    )
+
+
+@contextlib.contextmanager
+def _partition_off() -> Iterator[None]:
+    before = os.environ.get(PARTITION_VARIABLE)
+    os.environ[PARTITION_VARIABLE] = "off"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARTITION_VARIABLE]
+        else:
+            os.environ[PARTITION_VARIABLE] = before
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """The default process group of a process that torchrun started: NCCL where there is CUDA, gloo elsewhere."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        # A process that ends with its group alive aborted in 10 of 40 runs over gloo.
+        dist.destroy_process_group()

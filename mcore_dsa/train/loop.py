@@ -1,0 +1,188 @@
+"""Model, optimizer and schedule of one run on this rank, and one training step of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from mcore_dsa.train.config import JobConfig, TrainingConfig
+from mcore_dsa.train.data import MicroBatch, Windows, micro_batches
+from mcore_dsa.train.model import attentions, build_chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step did; equal on every rank but for the times, which are this rank's.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean over the tokens of the global batch, before the step's update.
+        learning_rate: of the step's update.
+        gradient_norm: before clipping.
+        seconds: wall time of the step.
+        indexer_seconds: of them, in projections and selection of the indexers on this rank; on CUDA the time it took
+            to launch them.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    seconds: float
+    indexer_seconds: float
+
+
+class Trainer:
+    """One run on this rank.
+
+    Megatron's groups have to exist; its random states are seeded here. Equal arguments on equal groups give equal
+    weights and, step by step, equal losses to the last bit.
+
+    Attributes:
+        step: steps done.
+        chunks: this rank's model chunks.
+        optimizer: Megatron's distributed optimizer over them.
+        scheduler: Megatron's schedule of the learning rate.
+    """
+
+    def __init__(self, config: JobConfig, windows: Windows, device: torch.device) -> None:
+        self.config = config
+        self.step = 0
+        self._windows = windows
+        self._device = device
+        # As Megatron does: stages of a pipeline draw different weights, data-parallel ranks the same.
+        seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        self.chunks = build_chunks(config)
+        self._attentions = attentions(self.chunks)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(config.training), self.chunks)
+        self.scheduler = _scheduler(config.training, self.optimizer)
+        # All chunks share one configuration, and Megatron's schedules look there for these.
+        shared = self.chunks[0].config
+        shared.grad_scale_func = self.optimizer.scale_loss
+        shared.finalize_model_grads_func = finalize_model_grads
+
+    def train_step(self) -> StepReport:
+        """One step: forward and backward over the global batch, reduced gradients, an update.
+
+        Raises:
+            RuntimeError: a gradient is not finite.
+        """
+        started, indexer_before = time.perf_counter(), self._indexer_seconds()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward()
+        # Before the update, so that the warm-up does not spend its first step at a rate of zero.
+        self.scheduler.step(1)
+        _, gradient_norm, _ = self.optimizer.step()
+        loss = _mean_over_batch(losses, self._device)
+        self.step += 1
+        return StepReport(
+            step=self.step,
+            loss=loss,
+            learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups),
+            gradient_norm=float(gradient_norm),
+            seconds=time.perf_counter() - started,
+            indexer_seconds=self._indexer_seconds() - indexer_before,
+        )
+
+    def _forward_backward(self) -> list[Tensor]:
+        """Mean loss of each micro batch, on the last pipeline stage; nothing on the others."""
+        training = self.config.training
+        iterators = [self._micro_batches() for _ in self.chunks]
+        run = get_forward_backward_func()
+        losses: list[Tensor] = run(
+            forward_step_func=_forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=self.config.micro_batches(dist.get_world_size()),
+            seq_length=training.sequence_length,
+            micro_batch_size=training.micro_batch_size,
+            forward_only=False,
+        )
+        return losses
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        training = self.config.training
+        return micro_batches(
+            self._windows,
+            first_sample=self.step * training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            count=self.config.micro_batches(dist.get_world_size()),
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            device=self._device,
+        )
+
+    def _indexer_seconds(self) -> float:
+        return float(sum(attention.indexer_seconds for attention in self._attentions))
+
+
+def _optimizer_config(training: TrainingConfig) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=training.lr,
+        min_lr=training.min_lr,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        clip_grad=training.clip_grad,
+        bf16=training.dtype == "bf16",
+        params_dtype=torch.bfloat16 if training.dtype == "bf16" else torch.float32,
+        use_distributed_optimizer=True,
+    )
+
+
+def _scheduler(training: TrainingConfig, optimizer: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.lr,
+        min_lr=training.min_lr,
+        lr_warmup_steps=training.warmup_steps,
+        lr_decay_steps=training.lr_decay_steps,
+        lr_decay_style=training.decay_style,
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=training.steps,
+        wd_incr_style="constant",
+    )
+
+
+def _forward_step(
+    batches: Iterator[MicroBatch], model: torch.nn.Module
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """What Megatron's schedules call for each micro batch: the model's output, and how to get a loss from it."""
+    batch = next(batches)
+    output = model(batch.tokens_BS, batch.positions_BS, None, labels=batch.labels_BS)
+    return output, _loss
+
+
+def _loss(loss_BS: Tensor) -> tuple[Tensor, Tensor]:
+    mean = loss_BS.mean()
+    # The schedule divides the first one in place, by the number of micro batches.
+    return mean, mean.detach().clone()
+
+
+def _mean_over_batch(losses: list[Tensor], device: torch.device) -> float:
+    """The mean over micro batches and data-parallel ranks, from the last pipeline stage to every rank."""
+    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(mean, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    return float(mean) / int(parallel_state.get_data_parallel_world_size())

@@ -1,0 +1,132 @@
+"""What a run leaves and shows: metrics.jsonl, TensorBoard, a progress bar, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from tqdm import tqdm
+
+from mcore_dsa.train.checkpointing import replace_text
+from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.loop import StepReport
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The last line of a run.
+
+    Attributes:
+        steps: steps done in the whole run.
+        first_step: the first of them done by this process: 1, or the one after the checkpoint it resumed from.
+        first_loss: loss of that step.
+        last_loss: loss of the last step.
+        tokens_per_s: tokens of all ranks in a second, over the steps of this process, checkpoints not counted.
+        indexer_share: share of the time of these steps that rank 0 spent in its indexers.
+        flag: how the indexer's query rows were cut over the tensor-parallel group, or "off".
+        group_size: ranks of the tensor-parallel group that they were cut over, 1 with the flag off.
+        unsharded_losses_bit_identical: whether the same steps with the flag off had the same losses to the last bit,
+            None if they were not run.
+        run_dir: where everything is.
+    """
+
+    steps: int
+    first_step: int
+    first_loss: float
+    last_loss: float
+    tokens_per_s: float
+    indexer_share: float
+    flag: str
+    group_size: int
+    unsharded_losses_bit_identical: bool | None
+    run_dir: str
+
+    def as_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+
+class RunLog:
+    """Writes each step of a run to metrics.jsonl and TensorBoard and shows it; for rank 0.
+
+    Args:
+        config: the run.
+        first_step: the number of steps done before, which a resumed run keeps in its files; what they hold beyond it
+            belongs to steps that are going to be done again.
+        title: of the progress bar.
+        write: whether to write files, or to draw the bar only.
+    """
+
+    def __init__(self, config: JobConfig, *, done: int, title: str, write: bool = True) -> None:
+        training = config.training
+        self._tokens = training.global_batch_size * training.sequence_length
+        self._bar = tqdm(
+            total=training.steps,
+            initial=done,
+            desc=title,
+            unit="step",
+            disable=not config.logging.progress,
+            mininterval=0.5,
+        )
+        self._metrics = None
+        self._board: SummaryWriter | None = None
+        if not write:
+            return
+        run_dir = Path(config.run_dir)
+        _drop_steps_after(run_dir / METRICS, done)
+        # Line buffered, so that what is on disk ends with a whole step.
+        self._metrics = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
+        if config.logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
+
+    def __call__(self, report: StepReport) -> None:
+        """Write and show one step."""
+        tokens_per_s = self._tokens / report.seconds
+        indexer_ms = 1e3 * report.indexer_seconds
+        self._bar.set_postfix_str(
+            f"loss {report.loss:.3f}, {tokens_per_s:,.0f} tokens/s, indexer {indexer_ms:.0f} ms", refresh=False
+        )
+        self._bar.update()
+        values = {
+            "loss": report.loss,
+            "learning_rate": report.learning_rate,
+            "gradient_norm": report.gradient_norm,
+            "step_ms": 1e3 * report.seconds,
+            "tokens_per_s": tokens_per_s,
+            "indexer_ms": indexer_ms,
+        }
+        if self._metrics is not None:
+            self._metrics.write(json.dumps({"step": report.step, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, report.step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _drop_steps_after(metrics: Path, step: int) -> None:
+    if not metrics.is_file():
+        return
+    # A line without its end was cut short.
+    lines = [line for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    replace_text(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))
