@@ -162,9 +162,9 @@ class _Call:
         if isinstance(self.attend_bytes, bool) or not isinstance(self.attend_bytes, int):
             raise TypeError(f"attend_bytes is {self.attend_bytes!r}; accepted is an integer number of bytes")
         size = self.dtype.itemsize
-        wide = 2 * size  # the latents and their gradients
+        wide = 2 * size  # the latents and their gradients; where these need conversion or padding, the others too
         if not self.gathers_in_place(kv_TBC):
-            wide += kv_TBC.element_size() + size
+            wide += kv_TBC.element_size() + (size if kv_TBC.shape[2] != self.channels else 0)
         item = self.slots * (self.channels * wide + self.heads * 3 * size) + self.heads * self.channels * 3 * size
         # Token ids as int32 and int64 and the scratch that index_add_ sorts them in, pool ids, sums over slots.
         item += self.slots * 120 + self.heads * 16 + 512
