@@ -72,7 +72,7 @@ class PoolLayout:
                 f"segment_start_BN has shape {tuple(segment_start_BN.shape)} and segment_end_BN "
                 f"{tuple(segment_end_BN.shape)}; accepted are equal shapes [batch, segments >= 1]"
             )
-        _check_positive("pool_size", pool_size)
+        check_positive("pool_size", pool_size)
         if num_tokens < 0 or first_pool_id < 0 or first_pool_id + num_tokens // pool_size > 2**31:
             raise ValueError(
                 f"num_tokens is {num_tokens} and first_pool_id {first_pool_id}; accepted are integers >= 0 "
@@ -358,6 +358,7 @@ def _check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) ->
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted is {list(shape)} (None: any)")
 
 
-def _check_positive(name: str, value: int) -> None:
+def check_positive(name: str, value: int) -> None:
+    """Refuse anything but an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; accepted is an integer >= 1")

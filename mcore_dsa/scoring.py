@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_dsa.kpool import check_positive
 from mcore_dsa.precision import full_precision
 
 
@@ -43,6 +44,7 @@ class Tile:
 
 def tile_for(device: torch.device, heads: int) -> Tile:
     """The tile of a device: on the CPU its scores are 256 KiB and stay in an L2; on a GPU they fill the chip."""
+    check_positive("heads", heads)
     if device.type == "cpu":
         return Tile(rows=max(1, 512 // heads), pools=128, strip_tiles=4)
     return Tile(rows=max(1, 8192 // heads), pools=1024, strip_tiles=1)
@@ -93,6 +95,8 @@ def tile_fingerprint(device: torch.device, heads: int, dim: int) -> int:
 
     Raises: RuntimeError where they are not.
     """
+    check_positive("heads", heads)
+    check_positive("dim", dim)
     with torch.no_grad(), full_precision(device.type):
         return _probe(device, heads, dim, torch.get_num_threads())
 
