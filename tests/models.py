@@ -1,0 +1,243 @@
+"""Small k-pool DSA models and the shortest training loop around them, for tests that run inside ranks.
+
+Heads, rows, vocabulary and FFN width divide by 2, 3 and 4. Rows are six times `index_topk`, so that most rows drop
+tokens, and index heads are eight, so that no score is tied by accident.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from mcore_dsa.megatron import (
+    KPoolDSATransformerConfig,
+    KPoolDSAttention,
+    attention,
+    kpool_dsa_gpt_model,
+    kpool_dsa_hybrid_model,
+)
+from mcore_dsa.settings import PARTITION_VARIABLE
+
+VOCAB = 96
+ROWS = 96
+BATCH = 2
+POOL = 4
+TOPK = 16
+ON = {PARTITION_VARIABLE: "1"}
+OFF = {PARTITION_VARIABLE: "0"}
+
+SIZES: Mapping[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 12,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "v_head_dim": 8,
+    "dsa_indexer_n_heads": 8,
+    "dsa_indexer_head_dim": 16,
+    "dsa_indexer_topk": TOPK,
+    "dsa_indexer_kpool": POOL,
+    "dsa_indexer_kpool_always_select_tail": True,
+}
+
+
+def config(**overrides: Any) -> KPoolDSATransformerConfig:
+    """The model's configuration; inside ranks with the parallel sizes of Megatron's groups."""
+    tp = pp = 1
+    if parallel_state.model_parallel_is_initialized():
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        pp = parallel_state.get_pipeline_model_parallel_world_size()
+    values: dict[str, Any] = {
+        **SIZES,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "sequence_parallel": tp > 1,
+        "use_cpu_initialization": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        # Wide enough for selections to differ from row to row and to move within ten steps.
+        "init_method_std": 0.1,
+        "pipeline_dtype": torch.float32,
+    }
+    return KPoolDSATransformerConfig(**{**values, **overrides})
+
+
+def gpt(cfg: KPoolDSATransformerConfig, **arguments: Any) -> Any:
+    return kpool_dsa_gpt_model(cfg, vocab_size=VOCAB, max_sequence_length=ROWS, **_ends(), **arguments)
+
+
+def hybrid(cfg: KPoolDSATransformerConfig, pattern: str = "D-D-") -> Any:
+    """`cfg.num_layers` is the number of letters in the pattern."""
+    return kpool_dsa_hybrid_model(
+        cfg, vocab_size=VOCAB, max_sequence_length=ROWS, hybrid_layer_pattern=pattern, **_ends()
+    )
+
+
+def _ends() -> dict[str, bool]:
+    return {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+
+
+def attentions(model: torch.nn.Module) -> list[KPoolDSAttention]:
+    return [module for module in model.modules() if isinstance(module, KPoolDSAttention)]
+
+
+def tokens(step: int = 0) -> torch.Tensor:
+    """`[BATCH, ROWS + 1]` ids that depend on the step and on the data-parallel rank; some are frequent."""
+    generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+    return (torch.rand(BATCH, ROWS + 1, generator=generator).pow(4) * VOCAB).long()
+
+
+@contextlib.contextmanager
+def taken_selections() -> Iterator[list[torch.Tensor]]:
+    """The selections obtained while the context is open, in order."""
+    taken: list[torch.Tensor] = []
+    original = attention.select_pools_sharded
+
+    def select(*args: Any, **kwargs: Any) -> torch.Tensor:
+        taken.append(original(*args, **kwargs))
+        return taken[-1]
+
+    vars(attention).update(select_pools_sharded=select)
+    try:
+        yield taken
+    finally:
+        vars(attention).update(select_pools_sharded=original)
+
+
+class Trainer:
+    """Megatron's DistributedDataParallel, distributed optimizer and schedule around one model."""
+
+    def __init__(self, model: Any, lr: float = 1e-2) -> None:
+        cfg = model.config
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        module = Float16Module(cfg, model) if cfg.bf16 else model
+        self.model = DistributedDataParallel(cfg, ddp, module)
+        self.model.broadcast_params()
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=lr,
+                clip_grad=1.0,
+                bf16=cfg.bf16,
+                params_dtype=cfg.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self.model],
+        )
+        cfg.finalize_model_grads_func = finalize_model_grads
+        cfg.grad_scale_func = self.optimizer.scale_loss
+
+    def backward(self, batches: list[torch.Tensor]) -> float:
+        """Finalised gradients of one step over the microbatches; their mean loss, nan before the last stage."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=ROWS,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        return float(torch.stack([loss["loss"] for loss in losses]).mean()) if losses else float("nan")
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By name; under data parallelism outside this rank's shard of the optimizer its own part of the sum."""
+        named = self.model.module.named_parameters()
+        return {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
+
+    def logits(self, batch: torch.Tensor) -> torch.Tensor:
+        """`[b, s, vocabulary of this rank]`."""
+        with torch.no_grad():
+            return self.model(batch[:, :-1], None, None).detach()
+
+
+@dataclass
+class Run:
+    """What a training run gave on one rank, tensors to compare bit by bit included."""
+
+    losses: list[float] = field(default_factory=list)
+    selections: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    partition: str | None = None
+    rows: int = 0
+    scored_rows: int = 0
+
+
+def train(
+    build: Callable[..., Any] = gpt, *, steps: int = 10, microbatches: int = 1, lr: float = 1e-2, **overrides: Any
+) -> Run:
+    """Build, train and record on every rank. Logits are those before the first and after the last step."""
+    cfg = config(**overrides)
+    model = build(cfg)
+    trainer, run = Trainer(model, lr), Run()
+    whole = parallel_state.get_pipeline_model_parallel_world_size() == 1
+    with taken_selections() as run.selections:
+        if whole:
+            run.logits.append(trainer.logits(tokens()))
+        for step in range(steps):
+            batches = [tokens(step * microbatches + index) for index in range(microbatches)]
+            run.losses.append(trainer.backward(batches))
+            run.gradients.append(trainer.gradients())
+            assert trainer.optimizer.step()[0]
+        if whole:
+            run.logits.append(trainer.logits(tokens()))
+    layers = attentions(model)
+    run.parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    run.partition = layers[0].settings.partition.value
+    run.rows = sum(layer.counters.rows for layer in layers)
+    run.scored_rows = sum(layer.counters.scored_rows for layer in layers)
+    return run
+
+
+def assert_equal(left: Any, right: Any, where: str = "value") -> None:
+    """Equal to the last bit, through lists and mappings."""
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), f"{where}: {int((left != right).sum())} of {left.numel()} elements differ"
+    elif isinstance(left, Mapping):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_equal(left[key], right[key], f"{where}[{key!r}]")
+    elif isinstance(left, list):
+        assert len(left) == len(right), f"{where}: {len(left)} and {len(right)}"
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            assert_equal(*pair, f"{where}[{index}]")
+    else:
+        assert left == right, f"{where}: {left} and {right}"
+
+
+def gathered(shard: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor whose shards over the tensor-parallel group are joined along `dim`."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return torch.cat(shards, dim)
+
+
+def _forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    ids = next(batches)
+    return model(ids[:, :-1], None, None, labels=ids[:, 1:]), _mean_loss
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mean = losses.float().mean()
+    # A copy: the schedule scales what it backpropagates in place.
+    return mean, {"loss": mean.detach().clone()}
