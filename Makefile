@@ -1,5 +1,5 @@
 .DELETE_ON_ERROR:
-.PHONY: train test lint clean
+.PHONY: train test lint bench clean
 
 PYTHON ?= python3.12
 VENV := .venv
@@ -26,6 +26,9 @@ lint: $(INSTALLED)
 	mkdir -p $(TYPED)
 	ln -s $(CURDIR)/mcore_dsa/* $(CURDIR)/patches $(TYPED)
 	$(BIN)/mypy $(TYPED)
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
