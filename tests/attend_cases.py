@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from layouts import layout_of, random_selection
+from draw import layout_of
+from layouts import random_selection
 from torch import Tensor
 
 from mcore_dsa.attend import masked_attention, sparse_attention
@@ -27,7 +28,7 @@ class Case:
     @classmethod
     def random(cls, segments, num_tokens, *, pool_size=4, budget=3, heads=4, channels=16, tail=True, rows=None, seed=0):
         torch.manual_seed(seed)
-        layout = layout_of(segments, num_tokens, pool_size)
+        layout = layout_of(segments, num_tokens=num_tokens, pool_size=pool_size)
         position = torch.arange(num_tokens) if rows is None else torch.randint(-1, max(1, num_tokens), (rows,))
         selection = random_selection(layout, position, budget)
         shape = (len(position), layout.batch, heads, channels)
