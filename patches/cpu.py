@@ -133,7 +133,6 @@ LITERALS = (
     literals(f"{CLIP}:get_grad_norm_fp32", "the norm is made on CUDA"),
     literals(f"{CLIP}:clip_grad_by_total_norm_fp32", "gradients are required to have a CUDA type name"),
     literals(f"{CLIP}:count_zeros_fp32", "the count is made on CUDA"),
-    literals(f"{DISTRIBUTED}.__init__", "parameters are sorted by CUDA type names"),
     literals(f"{DISTRIBUTED}._build_model_and_main_param_groups", "parameters are sorted by CUDA type names"),
     literals("megatron.core.utils:local_multi_tensor_l2_norm", "the norm without Apex is made on CUDA"),
     literals(f"{SCHEDULES}:forward_backward_no_pipelining", "the token count is made on CUDA"),

@@ -31,6 +31,7 @@ import torch.distributed as dist
 PRELOAD = (
     "torch",
     "pytest",
+    "hypothesis",
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.models.gpt.gpt_model",
@@ -80,7 +81,7 @@ class _Report:
 class _Rank:
     number: int
     process: BaseProcess
-    reader: connection.Connection
+    pipe: connection.Connection
     report: _Report | None = None
 
 
@@ -121,8 +122,7 @@ def run_ranks(
                 ranks.append(_start(number, job, envs[number] or {}))
             _collect(ranks, timeout)
         finally:
-            for rank in ranks:
-                _end(rank)
+            _end(ranks)
         if not all(rank.report is not None and rank.report.succeeded for rank in ranks):
             raise RanksFailed(_describe(ranks, job))
     return [rank.report.value for rank in ranks if rank.report is not None]
@@ -185,11 +185,11 @@ def _start(number: int, job: _Job, env: Env) -> _Rank:
         context.set_forkserver_preload(list(PRELOAD))
         with _environment(SERVER_ENV):
             forkserver.ensure_running()
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(number, job, dict(env), writer), daemon=True)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_rank_main, args=(number, job, dict(env), theirs))
     process.start()
-    writer.close()
-    return _Rank(number, process, reader)
+    theirs.close()
+    return _Rank(number, process, ours)
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def _set_environment(changes: Env) -> None:
             os.environ[name] = value
 
 
-def _rank_main(number: int, job: _Job, env: Env, writer: connection.Connection) -> None:
+def _rank_main(number: int, job: _Job, env: Env, pipe: connection.Connection) -> None:
     missing = [module for module in PRELOAD if module not in sys.modules] if job.device == "cpu" else []
     _set_environment(env)
     with job.stack_file(number).open("w") as stack:
@@ -226,12 +226,20 @@ def _rank_main(number: int, job: _Job, env: Env, writer: connection.Connection) 
             report = _Report(time.monotonic(), False, traceback.format_exc())
         try:
             # Before the group is destroyed: that breaks the others' collectives, and their reports would come first.
-            writer.send_bytes(_packed(report))
+            pipe.send_bytes(_packed(report))
+            if report.succeeded:
+                # The others may still be connecting to this rank: it stays until all have reported.
+                _wait_until_closed(pipe)
         finally:
             faulthandler.cancel_dump_traceback_later()
             # A process that keeps its group aborts at exit now and then ("terminate called without an exception").
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _wait_until_closed(pipe: connection.Connection) -> None:
+    with contextlib.suppress(EOFError, ConnectionError):
+        pipe.recv_bytes()
 
 
 def _packed(report: _Report) -> bytes:
@@ -258,13 +266,13 @@ def _run(number: int, job: _Job) -> Any:
 def _collect(ranks: Sequence[_Rank], timeout: float) -> None:
     """Wait for the reports; once a rank has failed only ``GRACE_S`` longer, for the others may wait for it for ever."""
     deadline = time.monotonic() + timeout
-    running = {rank.reader: rank for rank in ranks}
+    running = {rank.pipe: rank for rank in ranks}
     while running:
         ready = connection.wait(list(running), max(0.0, deadline - time.monotonic()))
         if not ready:
             return
-        for reader in ready:
-            rank = running.pop(cast(connection.Connection, reader))
+        for pipe in ready:
+            rank = running.pop(cast(connection.Connection, pipe))
             rank.report = _received(rank)
             if not rank.report.succeeded:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -272,8 +280,8 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> None:
 
 def _received(rank: _Rank) -> _Report:
     try:
-        packed = rank.reader.recv_bytes()
-    except EOFError:
+        packed = rank.pipe.recv_bytes()
+    except (EOFError, ConnectionError):
         rank.process.join()
         code = rank.process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -283,12 +291,14 @@ def _received(rank: _Rank) -> _Report:
     return report
 
 
-def _end(rank: _Rank) -> None:
-    if rank.report is not None:
-        rank.process.join(GRACE_S)
-    rank.process.kill()
-    rank.process.join()
-    rank.reader.close()
+def _end(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.pipe.close()
+    for rank in ranks:
+        if rank.report is not None:
+            rank.process.join(GRACE_S)
+        rank.process.kill()
+        rank.process.join()
 
 
 def _describe(ranks: Sequence[_Rank], job: _Job) -> str:

@@ -110,6 +110,28 @@ def test_nope_under_context_parallelism_runs_with_the_patch_only() -> None:
         megatron_ranks(forward_loss, 2, sizes, cp=2, without_patches=[ROTARY])
 
 
+def upstream_rows() -> tuple[list[torch.Tensor], str]:
+    """What Megatron's own function does once its way through pinned memory is out of the way, that is on a GPU."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    vars(rope_utils)["torch"] = SimpleNamespace(tensor=lambda data, device, pin_memory: torch.tensor(data))
+    groups = [SimpleNamespace(size=lambda: 3, rank=lambda rank=rank: rank) for rank in range(3)]
+    tables = [rope_utils.get_pos_emb_on_this_cp_rank(torch.arange(24.0).view(12, 1, 2), 0, group) for group in groups]
+    try:
+        rope_utils.get_pos_emb_on_this_cp_rank(torch.empty(12, 1, 0), 0, groups[0])
+    except RuntimeError as error:
+        return tables, str(error)
+    return tables, ""
+
+
+def test_upstream_cuts_tables_alike_and_fails_for_nope_on_a_gpu_too() -> None:
+    ((tables, error),) = megatron_ranks(upstream_rows, 1, without_patches=[ROTARY])
+    for rank, table in enumerate(tables):
+        group = SimpleNamespace(size=lambda: 3, rank=lambda rank=rank: rank)
+        assert torch.equal(table, rotary.rows_of_cp_rank(torch.arange(24.0).view(12, 1, 2), 0, group))
+    assert "cannot reshape tensor of 0 elements" in error
+
+
 @pytest.mark.parametrize("width", [0, 2, 8])
 @pytest.mark.parametrize("cp", [1, 2, 3])
 def test_rows_of_cp_rank_are_a_chunk_and_its_mirror(cp: int, width: int) -> None:

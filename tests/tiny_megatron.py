@@ -42,7 +42,7 @@ def config(**overrides: Any) -> Any:
         "attention_dropout": 0.0,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        "use_cpu_initialization": True,
         "sequence_parallel": tp > 1,
         "pipeline_dtype": torch.float32,
         "cp_comm_type": "allgather" if cp > 1 else None,
