@@ -28,6 +28,7 @@ ORDER = (
     "state",
     "tp_plan",
     "safetensors_files",
+    "safetensors_files",
     "binding",
     "checkpoint",
     "",

@@ -1,0 +1,184 @@
+"""What is wrong with files rather than tensors: cut, damaged, missing, at odds with their index."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_checkpoints import (
+    checkpoint_tensors,
+    faults_of,
+    full,
+    read_index,
+    refused,
+    tiny_config,
+    write_checkpoint,
+    write_index,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mcore_dsa.binding import verify
+from mcore_dsa.safetensors_files import FaultKind
+
+SECOND = "model-00002-of-00003.safetensors"
+O_PROJ = full("o_proj.weight")
+
+
+@pytest.fixture
+def three_files(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()), 3)
+
+
+def dsa_tensors_of(folder: Path, file: str) -> list[str]:
+    """The DSA tensors that the index places in ``file``."""
+    names = [name for name, place in read_index(folder).items() if place == file and ".self_attn." in name]
+    return [name for name in names if "layers.0." not in name]
+
+
+def test_a_missing_file_is_named_with_its_tensors(three_files: Path) -> None:
+    (three_files / SECOND).unlink()
+    missing = dsa_tensors_of(three_files, SECOND)
+    assert len(missing) >= 10
+    binding = refused(three_files, {(FaultKind.MISSING_FILE, ""), *((FaultKind.MISSING, name) for name in missing)})
+    assert {fault.file for fault in binding.faults} == {SECOND}
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 200])
+def test_a_file_cut_in_its_header_is_named_with_its_tensors(three_files: Path, length: int) -> None:
+    whole = (three_files / SECOND).read_bytes()
+    (three_files / SECOND).write_bytes(whole[:length])
+    missing = dsa_tensors_of(three_files, SECOND)
+    refused(three_files, {(FaultKind.TRUNCATED, ""), *((FaultKind.MISSING, name) for name in missing)})
+
+
+def test_a_file_cut_in_its_data_names_the_tensors_that_are_cut(three_files: Path) -> None:
+    whole = (three_files / SECOND).read_bytes()
+    (header_length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + header_length])
+    start, stop = next(header[name]["data_offsets"] for name in header if name in dsa_tensors_of(three_files, SECOND))
+    kept = (start + stop) // 2
+    cut = {entry for entry in header if entry != "__metadata__" and header[entry]["data_offsets"][1] > kept}
+    (three_files / SECOND).write_bytes(whole[: 8 + header_length + kept])
+    named = {name for name in cut if name in dsa_tensors_of(three_files, SECOND)}
+    assert named
+    refused(three_files, {(FaultKind.TRUNCATED, ""), *((FaultKind.TRUNCATED, name) for name in named)})
+
+
+def test_a_duplicate_over_files_is_named(three_files: Path) -> None:
+    name = O_PROJ
+    other = next(place for place in set(read_index(three_files).values()) if place != read_index(three_files)[name])
+    tensors = {}
+    with safe_open(three_files / other, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    save_file(tensors | {name: torch.zeros(168, 192, dtype=torch.bfloat16)}, three_files / other)
+    found = faults_of(verify(three_files))
+    assert (FaultKind.DUPLICATE, name) in found
+    assert found <= {(FaultKind.DUPLICATE, name), (FaultKind.INDEX, name)}
+
+
+def test_an_index_at_odds_with_its_files_is_named(three_files: Path) -> None:
+    weight_map = read_index(three_files)
+    gone, astray, outside = O_PROJ, full("q_b_proj.weight"), full("kv_b_proj.weight")
+    del weight_map[gone]
+    weight_map[astray] = next(place for place in set(weight_map.values()) if place != weight_map[astray])
+    weight_map[outside] = "../elsewhere.safetensors"
+    weight_map[full("q_a_proj.bias")] = SECOND
+    write_index(three_files, weight_map)
+    refused(
+        three_files,
+        {
+            (FaultKind.INDEX, gone),
+            (FaultKind.INDEX, astray),
+            (FaultKind.INDEX, outside),
+            (FaultKind.UNEXPECTED, full("q_a_proj.bias")),
+        },
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": {}}', '{"weight_map": 3}', '{"a": 1, "a": 2}', "\xff"])
+def test_an_unusable_index_is_named(three_files: Path, text: str) -> None:
+    (three_files / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    assert faults_of(verify(three_files)) == {(FaultKind.UNREADABLE, "")}
+    found = faults_of(verify(three_files / "model.safetensors.index.json", tiny_config()))
+    assert found == {(FaultKind.UNREADABLE, ""), (FaultKind.PREFIX, "")}
+
+
+def rewritten(whole: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """A file with another header and the same data."""
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + whole[8 + length :]
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor"),
+    [
+        (lambda header: header[O_PROJ].update(data_offsets=[0, 64512]), O_PROJ),
+        (lambda header: header[O_PROJ].update(shape=[168, 191]), O_PROJ),
+        (lambda header: header[O_PROJ].update(shape=[168, -192]), O_PROJ),
+        (lambda header: header[O_PROJ].pop("dtype"), O_PROJ),
+        (lambda header: header.update({O_PROJ: 7}), O_PROJ),
+        (lambda header: header.update(__metadata__={"format": 3}), ""),
+    ],
+)
+def test_an_ill_formed_header_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], Any], tensor: str) -> None:
+    write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(rewritten(file.read_bytes(), change))
+    kinds = {kind for kind, name in faults_of(verify(tmp_path)) if name == tensor}
+    assert FaultKind.UNREADABLE in kinds
+
+
+def opens(file: Path) -> bool:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return bool(opened.keys())
+    except Exception:
+        return False
+
+
+def test_a_tensor_that_a_header_names_twice_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()))
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    text = whole[8 : 8 + length].rstrip()[:-1] + f',"{O_PROJ}":{{}}}}'.encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
+    binding = verify(tmp_path)
+    assert faults_of(binding) == {(FaultKind.UNREADABLE, ""), (FaultKind.PREFIX, "")}
+    assert f"{O_PROJ} stands there twice" in str(binding)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A checkpoint of one file, and what that file held."""
+    folder = tmp_path_factory.mktemp("damaged")
+    kinds = ["linear_attention", "deepseek_sparse_attention"]
+    config = tiny_config(num_hidden_layers=2, layer_types=kinds, indexer_types=["full"] * 2)
+    write_checkpoint(folder, config, checkpoint_tensors(config, layers=(1,)))
+    assert not verify(folder).faults
+    return folder, (folder / "model.safetensors").read_bytes()
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damaged_files_are_reported_and_never_raise(sound: tuple[Path, bytes], data: st.DataObject) -> None:
+    folder, whole = sound
+    damaged = bytearray(whole)
+    (length,) = struct.unpack("<Q", whole[:8])
+    for _ in range(data.draw(st.integers(0, 3))):
+        damaged[data.draw(st.integers(0, 8 + length - 1))] = data.draw(st.sampled_from(b'0129{}[],:"aF \x00\xff'))
+    kept = data.draw(st.sampled_from([len(damaged), len(damaged) - 1, length, 8 + length, 3]))
+    (folder / "model.safetensors").write_bytes(damaged[:kept])
+    binding = verify(folder)
+    str(binding)
+    # What the library refuses must have been reported; the reverse need not hold, the library knows no geometry.
+    assert binding.faults or opens(folder / "model.safetensors")
