@@ -23,10 +23,6 @@ STEP_KEY = "DistributedOptimizer._set_main_param_and_optimizer_states"
 EVERY_DEVICE = {ROTARY, FRESH, SHARED_STEP, STEP_KEY, "absorbed_mla.TELinear", "hybrid_block.TENorm"}
 EPS = torch.finfo(torch.float32).eps
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="what stands in for CUDA is tested where there is none"
-)
-
 
 def train(jitter: float, sizes: dict[str, int]) -> list[tuple[float, float]]:
     model = gpt(config(**sizes))
