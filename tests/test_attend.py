@@ -86,7 +86,7 @@ def test_no_budget_moves_a_bit(segmentation, geometry, factor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "channels", "budget"), [(1, 17, 3), (3, 24, 8), (5, 20, 6), (6, 128, 5), (8, 32, 16)]
+    ("heads", "channels", "budget"), [(2, 17, 8), (1, 17, 16), (3, 24, 8), (5, 20, 6), (6, 128, 5), (8, 32, 16)]
 )
 def test_no_thread_count_moves_a_bit(heads: int, channels: int, budget: int) -> None:
     case = Case.random([[(0, 75)]], 75, heads=heads, channels=channels, budget=budget)
