@@ -46,18 +46,23 @@ def use_kpool_dsa[Spec](spec: Spec) -> Spec:
     dataclass fields, lists or the keywords of a `functools.partial`. Other attention stays as it is. A spec that uses
     `KPoolDSAttention` already comes back equal.
 
-    Raises: ValueError where there is no `AbsorbedMLASelfAttention` in it.
+    Raises: ValueError where there is no `AbsorbedMLASelfAttention` in it, or where Megatron's own `DSAttention` stays
+    in it because something else hosts it.
     """
-    found: list[ModuleSpec] = []
     result = copy.deepcopy(spec)
-    _find_absorbed_mla(result, found)
-    if not found:
+    absorbed = _specs_of(result, AbsorbedMLASelfAttention)
+    if not absorbed:
         raise ValueError(
             f"the {type(spec).__name__} holds no AbsorbedMLASelfAttention; accepted is a specification with at least "
             "one, as Megatron's get_dsa_module_spec_for_backend builds it"
         )
-    for attention in found:
+    for attention in absorbed:
         attention.submodules.core_attention = KPoolDSAttention
+    if _specs_of(result, DSAttention):
+        raise ValueError(
+            f"the {type(spec).__name__} holds a DSAttention outside AbsorbedMLASelfAttention, which would select "
+            "tokens; accepted is DSA in absorbed MLA alone"
+        )
     return result
 
 
@@ -206,11 +211,8 @@ def _hybrid_submodules(config: KPoolDSATransformerConfig, backend: BackendSpecPr
     return HybridStackSubmodules(**layers)
 
 
-def _find_absorbed_mla(node: object, found: list[ModuleSpec]) -> None:
-    if isinstance(node, ModuleSpec) and node.module is AbsorbedMLASelfAttention:
-        if not any(attention is node for attention in found):
-            found.append(node)
-        return
+def _specs_of(node: object, module: type) -> list[ModuleSpec]:
+    """The specifications of `module` or a subclass inside `node`, one that is shared as often as it is reached."""
     children: list[Any] = []
     if isinstance(node, partial):
         children = list(node.keywords.values())
@@ -218,8 +220,10 @@ def _find_absorbed_mla(node: object, found: list[ModuleSpec]) -> None:
         children = list(node)
     elif is_dataclass(node) and not isinstance(node, type):
         children = [getattr(node, field.name) for field in fields(node)]
-    for child in children:
-        _find_absorbed_mla(child, found)
+    found = [spec for child in children for spec in _specs_of(child, module)]
+    if isinstance(node, ModuleSpec) and isinstance(node.module, type) and issubclass(node.module, module):
+        found.append(node)
+    return found
 
 
 def _check_wiring(model: nn.Module, *, layers: int) -> None:

@@ -1,0 +1,269 @@
+"""Where `KPoolDSAttention` is put, and that no token-level selection of Megatron's stays behind."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import megatron.core.models.gpt.experimental_attention_variant_module_specs as variant_specs
+import pytest
+import torch
+from harness import megatron_ranks
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from models import BATCH, OFF, ON, ROWS, VOCAB, Run, assert_equal, attentions, config, gpt, hybrid, train
+
+from mcore_dsa.megatron import (
+    KPoolDSAttention,
+    kpool_dsa_attention_spec,
+    kpool_dsa_block_spec,
+    kpool_dsa_layer_spec,
+    spec,
+    use_kpool_dsa,
+)
+from mcore_dsa.megatron.backend import LocalBackend
+
+BACKEND = LocalBackend()
+
+
+class OwnMLA(AbsorbedMLASelfAttention):
+    """What somebody might derive to log or to time their attention."""
+
+
+@dataclass
+class OwnSubmodules:
+    block: Any
+    label: str = "own"
+
+
+def stock_attention() -> ModuleSpec:
+    return variant_specs.get_dsa_module_spec_for_backend(config(), BACKEND)
+
+
+def stock_layers() -> list[ModuleSpec]:
+    return variant_specs.get_transformer_layer_with_experimental_attention_variant_spec(config(), BACKEND)
+
+
+def stock_block() -> TransformerBlockSubmodules:
+    return TransformerBlockSubmodules(layer_specs=stock_layers(), layer_norm=BACKEND.layer_norm(rms_norm=True))
+
+
+def cores(node: Any) -> list[Any]:
+    """Every core attention below `node`, by attribute names alone: not by the walk that is under test."""
+    if isinstance(node, ModuleSpec) and hasattr(node.submodules, "core_attention"):
+        return [node.submodules.core_attention]
+    if isinstance(node, list | tuple):
+        return [core for child in node for core in cores(child)]
+    if isinstance(node, partial):
+        return cores(list(node.keywords.values()))
+    return cores([value for value in vars(node).values() if hasattr(value, "__dict__") or isinstance(value, list)])
+
+
+def nestings() -> dict[str, Any]:
+    layer = stock_layers()[0]
+    return {
+        "attention": stock_attention(),
+        "layer": layer,
+        "list": stock_layers(),
+        "tuple": tuple(stock_layers()),
+        "block": stock_block(),
+        "block as a module": ModuleSpec(torch.nn.Module, submodules=stock_block()),
+        "hybrid submodules": HybridStackSubmodules(dsa_layer=layer),
+        "hybrid stack": ModuleSpec(HybridStack, submodules=HybridStackSubmodules(dsa_layer=layer)),
+        "own dataclass": OwnSubmodules(stock_block()),
+        "partial": partial(torch.nn.Identity, submodules=[layer]),
+        "beside a subclass": [layer, ModuleSpec(OwnMLA, submodules=stock_attention().submodules)],
+    }
+
+
+@pytest.mark.parametrize("name", list(nestings()))
+def test_absorbed_mla_is_found_wherever_a_spec_holds_it(name: str) -> None:
+    given = nestings()[name]
+    modules = [core.module for core in cores(given)]
+    assert modules
+    assert set(modules) == {DSAttention}
+    result = use_kpool_dsa(given)
+    assert type(result) is type(given)
+    assert cores(result) == [KPoolDSAttention] * len(modules)
+    # The input is untouched, and a second pass changes nothing.
+    assert [core.module for core in cores(given)] == modules
+    assert cores(use_kpool_dsa(result)) == cores(result)
+
+
+def test_everything_else_in_the_spec_stays() -> None:
+    given = stock_attention()
+    result = use_kpool_dsa(given)
+    assert result.module is AbsorbedMLASelfAttention
+    assert (result.params, result.metainfo) == (given.params, given.metainfo)
+    theirs, ours = vars(given.submodules), vars(result.submodules)
+    assert {name for name in theirs if theirs[name] != ours[name]} == {"core_attention"}
+    assert use_kpool_dsa(result) == result
+
+
+def test_shared_specs_stay_shared() -> None:
+    layer = stock_layers()[0]
+    first, second = use_kpool_dsa([layer, layer])
+    assert first is second
+    assert cores(first) == [KPoolDSAttention]
+
+
+def test_attention_of_another_kind_stays_in_a_mixed_block() -> None:
+    other = get_gpt_layer_local_spec(normalization="RMSNorm")
+    block = TransformerBlockSubmodules(layer_specs=[other, stock_layers()[0]])
+    before = cores(other)
+    assert cores(use_kpool_dsa(block)) == [*before, KPoolDSAttention]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        TransformerBlockSubmodules(layer_specs=[get_gpt_layer_local_spec(normalization="RMSNorm")]),
+        [],
+        HybridStackSubmodules(),
+        ModuleSpec(KPoolDSAttention),
+        KPoolDSAttention,
+        None,
+    ],
+    ids=["layer", "block", "list", "hybrid", "core alone", "class", "None"],
+)
+def test_a_spec_without_absorbed_mla_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"the {type(given).__name__} holds no AbsorbedMLASelfAttention"):
+        use_kpool_dsa(given)
+
+
+def test_stock_selection_under_another_host_is_refused() -> None:
+    hosted = ModuleSpec(MLASelfAttention, submodules=stock_attention().submodules)
+    with pytest.raises(ValueError, match="holds a DSAttention outside AbsorbedMLASelfAttention"):
+        use_kpool_dsa([stock_layers()[0], OwnSubmodules(hosted)])
+
+
+def test_layer_specs_follow_the_moe_pattern() -> None:
+    dense = config(num_layers=3)
+    mixed = config(num_layers=3, num_moe_experts=4, moe_layer_freq=[0, 1, 0], moe_ffn_hidden_size=48)
+    for number in (1, 2, 3):
+        for cfg, is_moe in ((dense, False), (mixed, number == 2)):
+            layer = kpool_dsa_layer_spec(cfg, BACKEND, layer_number=number)
+            assert cores(layer.submodules.self_attention) == [KPoolDSAttention]
+            assert ("MoE" in str(layer.submodules.mlp)) == is_moe
+    assert cores(kpool_dsa_block_spec(mixed, BACKEND, pp_rank=0)) == [KPoolDSAttention] * 3
+    assert cores(kpool_dsa_attention_spec(mixed)) == [KPoolDSAttention]
+
+
+@pytest.mark.parametrize("number", [0, 3, -1])
+def test_a_layer_number_outside_the_model_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=f"layer_number is {number}; accepted is 1 <= layer_number <= 2"):
+        kpool_dsa_layer_spec(config(), BACKEND, layer_number=number)
+
+
+def wiring_faults() -> dict[str, str]:
+    """What the builders, and a module that misses its selection, say when Megatron's own selection would run."""
+    said: dict[str, str] = {}
+
+    def record(name: str, run: Any) -> None:
+        with pytest.raises(RuntimeError) as raised:
+            run()
+        said[name] = str(raised.value)
+
+    cfg = config()
+    layer = gpt(cfg).decoder.layers[0]
+    wrong = {"none": lambda *_args: torch.zeros(BATCH, ROWS, 4, dtype=torch.int32)}
+    original = KPoolDSAttention._obtain_selection
+    wrong["two"] = lambda *args: (original(*args), original(*args))[1]
+    core = layer.self_attention.core_attention
+    for name, obtain in wrong.items():
+        core._obtain_selection = partial(obtain, core) if name == "two" else obtain
+        record(name, lambda: layer(torch.randn(ROWS, BATCH, cfg.hidden_size), None))
+    vars(spec).update(use_kpool_dsa=lambda given: given)
+    record("gpt", lambda: gpt(cfg))
+    record("hybrid", lambda: hybrid(cfg, "D-"))
+    block = TransformerBlockSubmodules(layer_specs=stock_layers(), layer_norm=BACKEND.layer_norm(rms_norm=True))
+    model = GPTModel(cfg, block, VOCAB, ROWS, position_embedding_type="none")
+    said["stock"] = str([name for name, module in model.named_modules() if isinstance(module, DSAttention)])
+    return said
+
+
+def test_a_stock_selection_is_detected() -> None:
+    (said,) = megatron_ranks(wiring_faults, 1)
+    assert said["none"] == "layer 1 obtained 0 pooled selections in one forward; exactly one is right"
+    assert said["two"] == "layer 1 obtained 2 pooled selections in one forward; exactly one is right"
+    stock = "['decoder.layers.0.self_attention.core_attention', 'decoder.layers.1.self_attention.core_attention']"
+    # A model of Megatron's own specification does hold what the builders refuse.
+    assert said["stock"] == stock
+    assert said["gpt"] == f"0 of 2 attention layers are k-pool DSA, and these select tokens: {stock}"
+    assert said["hybrid"].startswith("0 of 1 attention layers are k-pool DSA")
+    assert "'decoder.layers.0.self_attention.core_attention'" in said["hybrid"]
+
+
+MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "allgather"}
+
+
+def train_moe() -> tuple[Run, list[str]]:
+    run = train(steps=4, moe_layer_freq=[0, 1], **MOE)
+    model = gpt(config(moe_layer_freq=[0, 1], **MOE))
+    return run, [type(layer.mlp).__name__ for layer in model.decoder.layers]
+
+
+def train_hybrid(pattern: str) -> Run:
+    options = MOE if "E" in pattern else {}
+    return train(partial(hybrid, pattern=pattern), steps=6, num_layers=len(pattern), **options)
+
+
+def assert_on_equals_off(off: list[Run], on: list[Run]) -> None:
+    for left, right in zip(off, on, strict=True):
+        assert (left.partition, right.partition) == (None, "contiguous")
+        assert left.losses[-1] < 0.95 * left.losses[0]
+        for part in ("selections", "logits", "losses", "gradients", "parameters"):
+            assert_equal(getattr(left, part), getattr(right, part), part)
+
+
+def test_a_dense_and_a_moe_layer_train_together() -> None:
+    off, on = (megatron_ranks(train_moe, 2, tp=2, env=env) for env in (OFF, ON))
+    assert {tuple(kinds) for _, kinds in off} == {("MLP", MoELayer.__name__)}
+    assert_on_equals_off([run for run, _ in off], [run for run, _ in on])
+
+
+@pytest.mark.parametrize("pattern", ["D-D-", "DE"])
+def test_a_hybrid_model_trains(pattern: str) -> None:
+    off, on = (megatron_ranks(train_hybrid, 2, pattern, tp=2, env=env) for env in (OFF, ON))
+    assert_on_equals_off(off, on)
+    assert len(off[0].selections) == pattern.count("D") * 8
+
+
+def one_layer_in_a_foreign_host() -> list[float]:
+    """A spec of this project inside a plain module, as somebody's own model would use it."""
+    cfg = config(num_layers=1)
+    layer = build_module(kpool_dsa_layer_spec(cfg), config=cfg, layer_number=1)
+    x = torch.randn(ROWS, BATCH, cfg.hidden_size, requires_grad=True)
+    output, _ = layer(x, attention_mask=None)
+    output.square().mean().backward()
+    assert attentions(layer)[0].selections_obtained == 1
+    assert x.grad is not None
+    return [float(output.square().mean()), float(x.grad.abs().max())]
+
+
+def test_a_layer_spec_builds_into_a_layer_that_runs() -> None:
+    ((loss, grad),) = megatron_ranks(one_layer_in_a_foreign_host, 1)
+    assert 0 < loss < 1e3
+    assert 0 < grad < 1e3
+
+
+def pipeline() -> Run:
+    return train(steps=4, num_layers=4, microbatches=3)
+
+
+def test_pipeline_stages_train() -> None:
+    off, on = (megatron_ranks(pipeline, 4, tp=2, pp=2, env=env) for env in (OFF, ON))
+    assert all(run.losses[-1] < 0.95 * run.losses[0] for run in on[2:])
+    for left, right in zip(off, on, strict=True):
+        assert_equal(left.selections, right.selections)
+        assert_equal(left.gradients, right.gradients)
+        assert_equal(left.parameters, right.parameters)
+        assert len(right.selections) == 2 * 4 * 3
+    assert_equal(off[2].losses, on[2].losses)
