@@ -1,0 +1,69 @@
+"""Flag off against flag on, in the same layout: equal to the last bit in everything that training produces."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import megatron_ranks
+from models import BATCH, OFF, ON, POOL, ROWS, TOPK, Run, assert_equal, train
+
+from mcore_dsa.settings import PARTITION_VARIABLE
+
+LAYERS = 2
+STEPS = 10
+PARTITIONS = ("contiguous", "zigzag", "balanced")
+
+
+def train_ten(options: dict[str, Any]) -> Run:
+    return train(steps=STEPS, **options)
+
+
+def assert_same_training(off: list[Run], on: list[Run], partition: str) -> None:
+    for rank, (left, right) in enumerate(zip(off, on, strict=True)):
+        assert (left.partition, right.partition) == (None, partition)
+        for part in ("selections", "logits", "losses", "gradients", "parameters"):
+            assert_equal(getattr(left, part), getattr(right, part), f"{partition}, rank {rank}, {part}")
+
+
+def assert_worth_comparing(runs: list[Run], tp: int) -> None:
+    """Rows drop pools, and others as weights move; ranks of a group select the same, other data otherwise."""
+    for run in runs:
+        assert run.losses[-1] < 0.9 * run.losses[0]
+        assert len(run.selections) == LAYERS * (STEPS + 2)
+        assert len(run.gradients) == STEPS
+        assert run.selections[0].shape == (BATCH, ROWS, TOPK // POOL)
+        assert bool((run.selections[0][:, -1] != torch.arange(TOPK // POOL)).any())
+        assert not torch.equal(run.selections[0], run.selections[-LAYERS])
+    for rank, run in enumerate(runs):
+        assert_equal(run.selections, runs[rank - rank % tp].selections)
+    if len(runs) > tp:
+        assert not torch.equal(runs[0].selections[0], runs[tp].selections[0])
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "partitions"),
+    [(2, 2, PARTITIONS), (3, 3, PARTITIONS), (4, 4, PARTITIONS), (4, 2, PARTITIONS[:1])],
+    ids=["tp2", "tp3", "tp4", "tp2dp2"],
+)
+def test_flag_on_trains_bit_identically_to_flag_off(world: int, tp: int, partitions: tuple[str, ...]) -> None:
+    off = megatron_ranks(train_ten, world, {}, tp=tp, env=OFF)
+    assert_worth_comparing(off, tp)
+    assert {run.rows for run in off} == {LAYERS * (STEPS + 2) * BATCH * ROWS}
+    for partition in partitions:
+        on = megatron_ranks(train_ten, world, {}, tp=tp, env={PARTITION_VARIABLE: partition})
+        assert_same_training(off, on, partition)
+        # Every rank did its part only.
+        assert sum(run.rows for run in on[:tp]) == off[0].rows
+        assert sum(run.scored_rows for run in on[:tp]) == off[0].scored_rows
+        assert max(run.scored_rows for run in on) < off[0].scored_rows
+
+
+def test_flag_on_trains_bit_identically_in_bf16() -> None:
+    dtype = torch.bfloat16
+    options = {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
+    off, on = (megatron_ranks(train_ten, 2, options, tp=2, env=env) for env in (OFF, ON))
+    assert_worth_comparing(off, 2)
+    assert_same_training(off, on, "contiguous")
+    attention = "decoder.layers.0.self_attention."
+    assert off[0].parameters[attention + "linear_proj.weight"].dtype is dtype
+    assert off[0].parameters[attention + "core_attention.indexer.linear_wk.weight"].dtype is dtype

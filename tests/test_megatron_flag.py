@@ -1,0 +1,262 @@
+"""`SKYRL_DSA_INDEXER_TP_SHARD` in the module: what it changes, when it is read, and how ranks agree on it."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import megatron_ranks
+from megatron.core import parallel_state
+from models import BATCH, OFF, ON, POOL, ROWS, SIZES, TOPK, attentions, config, gpt, taken_selections, tokens
+
+from mcore_dsa import collectives
+from mcore_dsa.megatron import KPoolDSAttention, attention
+from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE
+
+PREFIXES = ("all_", "barrier", "batch_", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
+CALLS = [name for name in dir(dist) if name.startswith(PREFIXES) and name != "reduce_op"]
+LAYERS = 2
+FORWARDS = 3
+HEADS, DIM = SIZES["dsa_indexer_n_heads"], SIZES["dsa_indexer_head_dim"]
+# Long enough for a busy machine, short enough that a hang shows soon.
+TIMEOUT_S = 45.0
+
+
+class Collectives:
+    """What goes through `torch.distributed` in this process: `(name, shape, dtype, ranks of the group)` of each call.
+
+    Shape and dtype are of what a rank sends.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        for name in CALLS:
+            setattr(dist, name, self._recording(name, getattr(dist, name)))
+
+    def _recording(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent = [value for value in args if isinstance(value, torch.Tensor)][-1:]
+            what = [(tuple(tensor.shape), tensor.dtype) for tensor in sent] or [None]
+            same = "all_gather_single" if name == "all_gather_into_tensor" else name
+            self.calls.append((same, *what, dist.get_process_group_ranks(kwargs.get("group"))))
+            return original(*args, **kwargs)
+
+        return call
+
+    def inside_selections(self) -> list[list[tuple[Any, ...]]]:
+        """From here on, one list for each selection a module obtains."""
+        per_selection: list[list[tuple[Any, ...]]] = []
+        original = KPoolDSAttention._obtain_selection
+
+        def obtain(*args: Any) -> torch.Tensor:
+            before = len(self.calls)
+            selection = original(*args)
+            per_selection.append(self.calls[before:])
+            return selection
+
+        KPoolDSAttention._obtain_selection = obtain
+        return per_selection
+
+
+class Records(logging.Handler):
+    """The log records of this package."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[str, str]] = []
+        logger = logging.getLogger("mcore_dsa.megatron")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+def observe() -> dict[str, Any]:
+    """Three forwards of a two-layer model, then one of a second model."""
+    collectives_seen, records = Collectives(), Records()
+    model = gpt(config())
+    while_building = (list(collectives_seen.calls), list(records.lines), len(collectives._agreed))
+    per_selection = collectives_seen.inside_selections()
+    with taken_selections() as taken, torch.no_grad():
+        for step in range(FORWARDS):
+            model(tokens(step)[:, :-1], None, None)
+        gpt(config())(tokens()[:, :-1], None, None)
+    layers = attentions(model)
+    return {
+        "while_building": while_building,
+        "per_selection": per_selection,
+        "log": records.lines,
+        "selections": taken,
+        "obtained": [layer.selections_obtained for layer in layers],
+        "rows": [layer.counters.rows for layer in layers],
+        "scored_rows": [layer.counters.scored_rows for layer in layers],
+        "seconds": [layer.indexer_seconds for layer in layers],
+        "group": dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()),
+    }
+
+
+def scored_rows(rows: range) -> int:
+    """Rows of one sample that see more pools than the budget."""
+    return sum((row + 1) // POOL > TOPK // POOL for row in rows)
+
+
+def assert_observed(seen: dict[str, Any], collectives_of_a_layer: list[tuple[Any, ...]], rows: range) -> None:
+    group = seen["group"]
+    assert seen["while_building"] == ([], [], 0)
+    selections = LAYERS * (FORWARDS + 1)
+    assert len(seen["selections"]) == selections
+    first, *later = seen["per_selection"]
+    assert first == [("all_gather_object", None, group), *collectives_of_a_layer]
+    assert later == [collectives_of_a_layer] * (selections - 1)
+    assert seen["obtained"] == [FORWARDS] * LAYERS
+    assert seen["rows"] == [FORWARDS * BATCH * len(rows)] * LAYERS
+    assert seen["scored_rows"] == [FORWARDS * BATCH * scored_rows(rows)] * LAYERS
+    assert all(seconds > 0 for seconds in seen["seconds"])
+
+
+def gathers(rows: int, group: list[int], *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[Any]:
+    return [("all_gather_single", ((rows, BATCH, 2 * DIM), torch.float32), group)] + [
+        ("all_gather_single", what, group) for what in shapes_and_dtypes
+    ]
+
+
+@pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), (3, 3)], ids=["tp2", "tp2dp2", "tp3"])
+def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None:
+    own = ROWS // tp
+    for rank, seen in enumerate(megatron_ranks(observe, world, tp=tp, env=ON)):
+        first = rank - rank % tp
+        assert seen["group"] == list(range(first, first + tp))
+        shard = range(own * (rank % tp), own * (rank % tp + 1))
+        selected = ((BATCH, own, TOPK // POOL), torch.int32)
+        assert_observed(seen, gathers(own, seen["group"], selected), shard)
+        if rank > first:
+            assert seen["log"] == []
+            continue
+        (line,) = seen["log"]
+        assert line[0] == "INFO"
+        for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
+            assert part in line[1]
+
+
+def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
+    own = ROWS // 2
+    queries = (((own, BATCH, HEADS, DIM), torch.float32), ((own, BATCH, HEADS), torch.float32))
+    for rank, seen in enumerate(megatron_ranks(observe, 2, tp=2, env={PARTITION_VARIABLE: None})):
+        assert_observed(seen, gathers(own, [0, 1], *queries), range(ROWS))
+        if rank == 0:
+            (line,) = seen["log"]
+            assert line[0] == "INFO"
+            for part in ("[0, 1]", "every rank scores every row", f"default, {PARTITION_VARIABLE} is unset"):
+                assert part in line[1]
+        else:
+            assert seen["log"] == []
+
+
+def test_flag_on_in_a_group_of_one_warns_once() -> None:
+    (seen,) = megatron_ranks(observe, 1, tp=1, env=ON)
+    assert seen["while_building"] == ([], [], 0)
+    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO"]
+    assert f"{PARTITION_VARIABLE} has no effect in a tensor-parallel group of one" in seen["log"][0][1]
+    assert "the one rank scores every row" in seen["log"][1][1]
+    assert seen["rows"] == [FORWARDS * BATCH * ROWS] * LAYERS
+    (off,) = megatron_ranks(observe, 1, tp=1, env=OFF)
+    assert [level for level, _ in off["log"]] == ["INFO"]
+    assert all(torch.equal(*pair) for pair in zip(seen["selections"], off["selections"], strict=True))
+
+
+def read_when_built() -> tuple[str | None, int]:
+    os.environ[PARTITION_VARIABLE] = "1"
+    model = gpt(config(num_layers=1))
+    os.environ[PARTITION_VARIABLE] = "0"
+    with torch.no_grad():
+        model(tokens()[:, :-1], None, None)
+    (layer,) = attentions(model)
+    return layer.settings.partition.value, layer.counters.rows
+
+
+def test_flag_is_read_when_the_module_is_built() -> None:
+    assert megatron_ranks(read_when_built, 2, tp=2, env=OFF) == [("contiguous", BATCH * ROWS // 2)] * 2
+
+
+def attempt(fault: str) -> tuple[str, list[str]]:
+    """Where a model stops, in its building or its forward, and what it says in each of two forwards."""
+    rank = dist.get_rank()
+    overrides: dict[str, Any] = {"num_layers": 1}
+    if fault == "topk" and rank == 1:
+        overrides["dsa_indexer_topk"] = 2 * TOPK
+    if fault == "bits" and rank == 1:
+        vars(attention).update(tile_fingerprint=lambda *_args: 0)
+    try:
+        model = gpt(config(**overrides))
+    except ValueError as error:
+        return "building", [str(error)]
+    said = []
+    with taken_selections() as taken, torch.no_grad():
+        for _ in range(2):
+            try:
+                model(tokens()[:, :-1], None, None)
+            except ValueError as error:
+                said.append(str(error))
+    if said:
+        assert not taken
+        return "forward", said
+    return "ran", []
+
+
+WORD = {PARTITION_VARIABLE: "sideways"}
+DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
+    ("word on one rank", [ON, WORD], [f"rank 1: {PARTITION_VARIABLE}='sideways' is refused", "accepted: unset"]),
+    ("word on all ranks", [WORD, WORD], [f"rank {r}: {PARTITION_VARIABLE}='sideways' is refused" for r in (0, 1)]),
+    (
+        "set on some ranks",
+        [ON, {PARTITION_VARIABLE: None}, ON],
+        [f"{PARTITION_VARIABLE} differs over the group: 'contiguous' on ranks [0, 2], 'off' on ranks [1]"],
+    ),
+    (
+        "two partitions",
+        [ON, {PARTITION_VARIABLE: "zigzag"}],
+        ["'contiguous' on ranks [0], 'zigzag' on ranks [1]"],
+    ),
+    (
+        "score bytes",
+        [{SCORE_BYTES_VARIABLE: "64MiB"}, {SCORE_BYTES_VARIABLE: "32MiB"}],
+        [f"{SCORE_BYTES_VARIABLE} differs", f"'{64 << 20}' on ranks [0]", f"'{32 << 20}' on ranks [1]"],
+    ),
+    ("attend bytes", [{}, {ATTEND_BYTES_VARIABLE: "1GiB"}], [f"{ATTEND_BYTES_VARIABLE} differs", "on ranks [1]"]),
+    ("bad bytes", [{}, {SCORE_BYTES_VARIABLE: "many"}], [f"rank 1: {SCORE_BYTES_VARIABLE}='many' is refused"]),
+    ("topk", [ON, ON], ["indexer differs", f"top {TOPK}", f"top {2 * TOPK}"]),
+    ("bits", [OFF, OFF], ["scores differs", "bits 00000000' on ranks [1]"]),
+]
+
+
+@pytest.mark.parametrize(("fault", "envs", "parts"), DIFFERENT, ids=[name for name, _, _ in DIFFERENT])
+def test_ranks_that_disagree_all_raise_before_the_first_selection(
+    fault: str, envs: list[dict[str, str | None]], parts: list[str]
+) -> None:
+    world = len(envs)
+    results = megatron_ranks(attempt, world, fault, tp=world, env=envs, timeout=TIMEOUT_S)
+    for where, said in results:
+        assert where == "forward"
+        assert len(said) == 2
+        for message in said:
+            assert all(part in message for part in parts), message
+    assert len({message for _, said in results for message in said}) == 1
+
+
+def test_an_unknown_word_raises_while_building_in_a_group_of_one() -> None:
+    one, other = megatron_ranks(attempt, 2, "", tp=1, env=[ON, WORD], timeout=TIMEOUT_S)
+    assert one == ("ran", [])
+    where, (message,) = other
+    assert where == "building"
+    for part in (PARTITION_VARIABLE, "sideways", "accepted: unset"):
+        assert part in message
+
+
+def test_spellings_of_one_value_and_other_groups_do_not_matter() -> None:
+    words = ("on", " Contiguous ", "off", None)
+    spelt = [{PARTITION_VARIABLE: word} for word in words]
+    assert megatron_ranks(attempt, 4, "", tp=2, env=spelt, timeout=TIMEOUT_S) == [("ran", [])] * 4
