@@ -66,7 +66,7 @@ def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Gro
                 f"a tensor holds {tensor.shape[0]} of {partition.num_rows} rows cut for {partition.group_size} ranks; "
                 f"accepted are equal parts over the group's {ranks} ranks"
             )
-    if all(partition.slices(rank) == (held[rank],) for rank in range(ranks)):
+    if all(_in_one_run(partition.slices(rank), held[rank]) for rank in range(ranks)):
         return list(tensors)
     packed = torch.cat([tensor.contiguous().flatten(1).view(torch.uint8) for tensor in tensors], dim=1)
     sent = [[_overlap(held[me], part) for part in partition.slices(rank)] for rank in range(ranks)]
@@ -222,6 +222,12 @@ def _all_to_all(output: Tensor, shard: Tensor, received: list[int], sent: list[i
 def _overlap(a: range, b: range) -> range:
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
+
+
+def _in_one_run(parts: Sequence[range], rows: range) -> bool:
+    """Whether the parts, one after the other, are exactly `rows`."""
+    edges = [rows.start, *(edge for part in parts if part for edge in (part.start, part.stop)), rows.stop]
+    return all(first == second for first, second in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _rows(parts: Sequence[range]) -> int:

@@ -1,0 +1,172 @@
+"""The work model against what really runs: counters of the engine, bytes given to collectives, and time to answer."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_dsa import DsaGeometry, PoolLayout, select_pools_sharded
+from mcore_dsa.collectives import exchange_rows, gather_rows
+from mcore_dsa.kpool import compress_keys
+from mcore_dsa.rows import partition_rows
+from mcore_dsa.selection import SelectionCounters
+from mcore_dsa.settings import Partition
+from mcore_dsa.work import best_partition, selection_work
+
+FLASH = Path(__file__).parents[1] / "configs" / "glm-5.3-flash.json"
+KINDS: tuple[Partition, ...] = ("contiguous", "zigzag", "balanced")
+
+
+def small_geometry() -> DsaGeometry:
+    return dataclasses.replace(
+        DsaGeometry.from_config(FLASH), index_n_heads=8, index_head_dim=16, index_kpool=4, index_topk=12
+    )
+
+
+def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
+    """Per partition (off first): rows, scored pairs, visible pairs and bytes received of this rank's selection."""
+    geometry, group = small_geometry(), dist.group.WORLD
+    ranks, rank, rows = dist.get_world_size(), dist.get_rank(), sum(lengths)
+    received = 0
+
+    def counting(original: Any) -> Any:
+        def call(output: torch.Tensor, shard: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            nonlocal received
+            own = shard.numel() * shard.element_size()
+            if "output_split_sizes" in options:
+                own = options["output_split_sizes"][rank] * output[0].numel() * output.element_size()
+            received += output.numel() * output.element_size() - own
+            return original(output, shard, *arguments, **options)
+
+        return call
+
+    for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single"):
+        if hasattr(dist, name):
+            setattr(dist, name, counting(getattr(dist, name)))
+    cuts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    layout = PoolLayout.from_cu_seqlens(torch.tensor(cuts), pool_size=geometry.index_kpool)
+    position = torch.arange(rows)
+    visible_S = layout.visible(position)[1][0]
+    generator = torch.Generator().manual_seed(1)
+    key_gate = torch.randn(rows, 1, 32, generator=generator).bfloat16()
+    q = torch.randn(rows, 1, 8, 16, generator=generator).bfloat16()
+    weights = torch.randn(rows, 1, 8, generator=generator)
+    mine = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
+    results = []
+    for kind in (None, *KINDS):
+        received, counters = 0, SelectionCounters()
+        key, gate = gather_rows(key_gate[mine], group).chunk(2, dim=-1)
+        pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
+        if kind is None:
+            partition = None
+            own = [gather_rows(q[mine], group), gather_rows(weights[mine], group)]
+            index = position
+        else:
+            partition = partition_rows(kind, rows, ranks, lengths, pool_size=4, budget=3)
+            own = exchange_rows([q[mine], weights[mine]], partition, group)
+            index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
+        select_pools_sharded(
+            *own,
+            pool_key,
+            layout,
+            position,
+            budget=3,
+            query_shard_group=group if kind else None,
+            partition=partition,
+            overlap=False,
+            counters=counters,
+        )
+        results.append((counters.rows, counters.scored_pairs, int(visible_S[index].sum()), received))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[96], [40, 3, 21, 32], [4] * 24, [1, 1, 94]])
+def test_the_model_says_what_really_runs(ranks: int, lengths: list[int]) -> None:
+    measured = run_ranks(counted_run, ranks, lengths)
+    for number, kind in enumerate((None, *KINDS)):
+        model = selection_work(lengths, small_geometry(), group_size=ranks, partition=kind)
+        for rank, work in enumerate(model.ranks):
+            told = (work.rows, work.scored_pairs, work.visible_pairs, work.received_bytes)
+            assert told == measured[rank][number], (kind, rank)
+            assert work.flops == 2 * 8 * 16 * work.scored_pairs
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(1, 16))
+def test_the_ranks_share_the_whole(lengths: list[int], ranks: int) -> None:
+    geometry = small_geometry()
+    whole = selection_work(lengths, geometry, group_size=1, partition=None).ranks[0]
+    for kind in KINDS:
+        model = selection_work(lengths, geometry, group_size=ranks, partition=kind)
+        assert sum(rank.rows for rank in model.ranks) == whole.rows == sum(lengths)
+        assert sum(rank.scored_pairs for rank in model.ranks) == whole.scored_pairs
+        assert sum(rank.visible_pairs for rank in model.ranks) == whole.visible_pairs
+        assert model.busiest_over_mean >= 1.0
+        assert all(isinstance(value, int) for rank in model.ranks for value in vars(rank).values())
+
+
+def test_figures_of_glm_5_3_flash() -> None:
+    geometry = DsaGeometry.from_config(FLASH)
+    # 524,288 tokens: sum of t // 4 over the rows, and less the rows that see at most 512 pools.
+    work = selection_work([524288], geometry, group_size=8, partition="contiguous")
+    visible = sum(t // 4 for t in range(1, 524289))
+    assert sum(rank.visible_pairs for rank in work.ranks) == visible
+    assert sum(rank.scored_pairs for rank in work.ranks) == visible - sum(t // 4 for t in range(1, 2052))
+    assert selection_work([524288], geometry, group_size=8, partition="zigzag").busiest_over_mean <= 1.01
+    assert work.busiest_over_mean > 1.8
+
+
+def test_balanced_evens_a_mix_of_documents() -> None:
+    geometry = DsaGeometry.from_config(FLASH)
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.empty(1000).log_normal_(mean=7.5, std=1.5, generator=generator).clamp(16, 60_000)
+    lengths = [int(length) for length in drawn]
+    assert selection_work(lengths, geometry, group_size=8, partition="balanced").busiest_over_mean <= 1.02
+    assert selection_work(lengths, geometry, group_size=8, partition="contiguous").busiest_over_mean > 1.02
+
+
+def test_the_best_partition_follows_the_lengths() -> None:
+    geometry = DsaGeometry.from_config(FLASH)
+    assert best_partition([524288], geometry, group_size=8) == "zigzag"
+    # Eight equal documents on eight ranks are even as they lie, and contiguous moves no query.
+    assert best_partition([8192] * 8, geometry, group_size=8) == "contiguous"
+    assert best_partition([60_000, *[2000] * 30], geometry, group_size=8) == "balanced"
+    assert best_partition([64] * 100, geometry, group_size=8) == "contiguous"
+
+
+def test_a_million_tokens_on_64_ranks_take_less_than_a_second() -> None:
+    program = (
+        "import time, torch; from mcore_dsa.work import selection_work; from mcore_dsa import DsaGeometry; "
+        f"geometry = DsaGeometry.from_config({str(FLASH)!r}); start = time.process_time(); "
+        "kinds = None, 'contiguous', 'zigzag', 'balanced'; "
+        "[selection_work([1048576], geometry, group_size=64, partition=kind) for kind in kinds]; "
+        "print(time.process_time() - start)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1.0
+
+
+def test_bad_sizes_are_refused() -> None:
+    geometry = small_geometry()
+    with pytest.raises(ValueError, match="group_size 0"):
+        selection_work([8], geometry, group_size=0, partition="contiguous")
+    with pytest.raises(ValueError, match=r"a least of -1"):
+        selection_work([-1], geometry, group_size=2, partition=None)
+    with pytest.raises(ValueError, match=r"score_bytes is 1; accepted"):
+        selection_work([4096], geometry, group_size=2, partition="zigzag", score_bytes=1)
+
+
+def test_neighbouring_cuts_of_a_pack_add_up() -> None:
+    geometry = small_geometry()
+    lengths = [100, 7, 300, 41]
+    whole = selection_work(lengths, geometry, group_size=1, partition="contiguous").ranks[0].scored_pairs
+    each = [selection_work([n], geometry, group_size=1, partition="contiguous").ranks[0].scored_pairs for n in lengths]
+    assert sum(each) == whole
