@@ -63,35 +63,13 @@ def sparse_attention(
     Raises: TypeError or ValueError for an argument of another kind, a budget too small for one row of every sample, ids
     that are not ascending, and an id that is not a visible complete pool of its row.
     """
-    _check_latents(q_SBHC, kv_TBC)
-    if not isinstance(layout, PoolLayout) or not isinstance(selection_BSK, Tensor):
-        raise TypeError(
-            f"selection_BSK is {_kind(selection_BSK)}, layout {_kind(layout)}; accepted are a tensor and a PoolLayout"
-        )
-    check_selection(selection_BSK, layout, position_S)
-    check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
-    rows, batch = position_S.shape[0], layout.batch
-    if q_SBHC.shape[:2] != (rows, batch):
-        raise ValueError(f"q_SBHC has shape {tuple(q_SBHC.shape)}; accepted is [{rows}, {batch}, heads, channels]")
-    if kv_TBC.shape[:2] != (layout.num_tokens, batch):
-        raise ValueError(
-            f"kv_TBC has shape {tuple(kv_TBC.shape)}; accepted is [{layout.num_tokens}, {batch}, channels]"
-        )
+    dtype = _check_latents(q_SBHC, kv_TBC)
+    _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
     _check_scale(softmax_scale)
     if not isinstance(always_select_tail, bool):
         raise TypeError(f"always_select_tail is {always_select_tail!r}; accepted is a bool")
     slots = selection_BSK.shape[2] * layout.pool_size + (layout.pool_size - 1 if always_select_tail else 0)
-    call = _Call(
-        layout,
-        softmax_scale,
-        always_select_tail,
-        _compute_dtype(q_SBHC, kv_TBC),
-        heads=_round_up(q_SBHC.shape[2], _HEADS),
-        slots=_round_up(slots, _LANES),
-        channels=_round_up(kv_TBC.shape[2], _LANES),
-        attend_bytes=attend_bytes,
-    )
-    call.rows_of_a_chunk(kv_TBC)
+    call = _plan(q_SBHC, kv_TBC, dtype, slots, layout, softmax_scale, always_select_tail, attend_bytes)
     out_SBHC: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
         q_SBHC, kv_TBC.contiguous(), selection_BSK, position_S, call
     )
@@ -109,7 +87,7 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
 
     Raises: TypeError or ValueError for an argument of another kind, and ValueError above 12,288 keys.
     """
-    _check_latents(q_SBHC, kv_TBC)
+    dtype = _check_latents(q_SBHC, kv_TBC)
     _check_scale(softmax_scale)
     rows, (tokens, batch) = q_SBHC.shape[0], kv_TBC.shape[:2]
     if tokens > MASKED_ATTENTION_KEYS:
@@ -132,7 +110,6 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
     seen_BST.scatter_(2, torch.where(token_BSW < 0, tokens, token_BSW).long(), True)
     hidden_B1ST = ~seen_BST[..., :tokens].unsqueeze(1)
     with full_precision(q_SBHC.device.type):
-        dtype = _compute_dtype(q_SBHC, kv_TBC)
         q_BHSC = q_SBHC.to(dtype).permute(1, 2, 0, 3)
         kv_B1TC = kv_TBC.to(dtype).transpose(0, 1).unsqueeze(1)
         # The lowest finite number: -inf in all of a row would make its softmax and its gradients NaN.
@@ -145,7 +122,8 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
 class _Call:
     """What both passes of one call know beside the tensors that autograd saves.
 
-    `heads`, `slots` and `channels` are the padded extents of an item.
+    `heads`, `slots` and `channels` are the padded extents of an item, `step` is the number of rows in a chunk. Where
+    `converts`, latents are gathered as they are before they are padded and brought to `dtype`.
     """
 
     layout: PoolLayout
@@ -155,38 +133,47 @@ class _Call:
     heads: int
     slots: int
     channels: int
-    attend_bytes: int
+    converts: bool
+    step: int
 
-    def rows_of_a_chunk(self, kv_TBC: Tensor) -> int:
-        """Rows that backward, the greedier pass, may treat at once. Raises ValueError where that is none."""
-        if isinstance(self.attend_bytes, bool) or not isinstance(self.attend_bytes, int):
-            raise TypeError(f"attend_bytes is {self.attend_bytes!r}; accepted is an integer number of bytes")
-        size = self.dtype.itemsize
-        wide = 2 * size  # the latents and their gradients; where these need conversion or padding, the others too
-        if not self.gathers_in_place(kv_TBC):
-            wide += kv_TBC.element_size() + (size if kv_TBC.shape[2] != self.channels else 0)
-        item = self.slots * (self.channels * wide + self.heads * 3 * size) + self.heads * self.channels * 3 * size
-        # Token ids as int32 and int64 and the scratch that index_add_ sorts them in, pool ids, sums over slots.
-        item += self.slots * 120 + self.heads * 16 + 512
-        fixed = self.channels * size + 4096
-        rows = (self.attend_bytes - fixed) // max(1, item * self.layout.batch)
-        if rows < 1:
-            raise ValueError(
-                f"attend_bytes is {self.attend_bytes}; accepted are at least {fixed + item * self.layout.batch}, which "
-                f"hold one row of {self.layout.batch} samples with {self.slots} token slots (padded)"
-            )
-        return rows
-
-    def gathers_in_place(self, kv_TBC: Tensor) -> bool:
-        """Whether latents can be gathered straight into a padded buffer of the dtype of the products."""
-        return kv_TBC.dtype == self.dtype and kv_TBC.shape[2] == self.channels
-
-    def chunks(self, kv_TBC: Tensor, rows: int) -> Iterator[slice]:
+    def chunks(self, rows: int) -> Iterator[slice]:
         """Consecutive slices of the rows; none where no row can have a token."""
-        if self.slots and kv_TBC.numel():
-            step = self.rows_of_a_chunk(kv_TBC)
-            for begin in range(0, rows, step):
-                yield slice(begin, min(begin + step, rows))
+        if self.slots and self.layout.num_tokens and self.layout.batch:
+            for begin in range(0, rows, self.step):
+                yield slice(begin, min(begin + self.step, rows))
+
+
+def _plan(
+    q_SBHC: Tensor,
+    kv_TBC: Tensor,
+    dtype: torch.dtype,
+    slots: int,
+    layout: PoolLayout,
+    softmax_scale: float,
+    always_select_tail: bool,
+    attend_bytes: int,
+) -> _Call:
+    """The call, in chunks as long as backward, the greedier pass, can hold. Raises ValueError if that is no row."""
+    if isinstance(attend_bytes, bool) or not isinstance(attend_bytes, int):
+        raise TypeError(f"attend_bytes is {attend_bytes!r}; accepted is an integer number of bytes")
+    heads, slots = _round_up(q_SBHC.shape[2], _HEADS), _round_up(slots, _LANES)
+    channels = _round_up(kv_TBC.shape[2], _LANES)
+    pads = channels != kv_TBC.shape[2]
+    converts = pads or kv_TBC.dtype != dtype
+    size = dtype.itemsize
+    # The latents and their gradients; the latents as gathered; the gradients without padding.
+    wide = 2 * size + (kv_TBC.element_size() if converts else 0) + (size if pads else 0)
+    item = slots * (channels * wide + heads * 3 * size) + heads * channels * 3 * size
+    # Token ids as int32 and int64 and the scratch that index_add_ sorts them in; sums over slots; pool ids.
+    item += slots * 120 + heads * 16 + 512
+    row, fixed = item * layout.batch, channels * size + 4096
+    if attend_bytes < fixed + row:
+        raise ValueError(
+            f"attend_bytes is {attend_bytes}; accepted are at least {fixed + row}, which hold one row of "
+            f"{layout.batch} samples with {slots} token slots (padded)"
+        )
+    step = (attend_bytes - fixed) // max(1, row)
+    return _Call(layout, softmax_scale, always_select_tail, dtype, heads, slots, channels, converts, step)
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -198,11 +185,11 @@ class _SparseAttention(torch.autograd.Function):
         faults = torch.zeros(2, dtype=torch.bool, device=q_SBHC.device)
         with full_precision(q_SBHC.device.type):
             buffers = _Buffers.of(kv_TBC, call, len(q_SBHC), backward=False)
-            for rows in call.chunks(kv_TBC, len(q_SBHC)):
+            for rows in call.chunks(len(q_SBHC)):
                 slots, fault = _slots(selection_BSK[:, rows], position_S[rows], call)
                 faults |= fault
                 chunk = buffers.first(len(slots.token_IW))
-                chunk.attend(q_SBHC[rows], kv_TBC, slots, call.softmax_scale)
+                chunk.attend(q_SBHC[rows], kv_TBC, slots, call)
                 mixed_IHC = torch.bmm(chunk.weights_IHW, chunk.latent_IWC, out=chunk.mixed_IHC)
                 _store(out_SBHC[rows], mixed_IHC.masked_fill_(slots.empty_I11, 0.0))
         unseen, disordered = faults.unbind()
@@ -224,10 +211,10 @@ class _SparseAttention(torch.autograd.Function):
         sum_XC = kv_TBC.new_zeros(tokens * batch + 1, channels, dtype=call.dtype) if ctx.needs_input_grad[1] else None
         with full_precision(q_SBHC.device.type):
             buffers = _Buffers.of(kv_TBC, call, len(q_SBHC), backward=True)
-            for rows in call.chunks(kv_TBC, len(q_SBHC)):
+            for rows in call.chunks(len(q_SBHC)):
                 slots, _ = _slots(selection_BSK[:, rows], position_S[rows], call)
                 chunk = buffers.first(len(slots.token_IW))
-                chunk.attend(q_SBHC[rows], kv_TBC, slots, call.softmax_scale)
+                chunk.attend(q_SBHC[rows], kv_TBC, slots, call)
                 chunk.differentiate(out_grad_SBHC[rows])
                 if q_grad_SBHC is not None:
                     mixed_IHC = torch.bmm(chunk.logit_grad_IHW, chunk.latent_IWC, out=chunk.mixed_IHC)
@@ -293,40 +280,37 @@ class _Buffers:
 
     @classmethod
     def of(cls, kv_TBC: Tensor, call: _Call, rows: int, *, backward: bool) -> _Buffers:
-        items = min(rows, call.rows_of_a_chunk(kv_TBC)) * kv_TBC.shape[1]
-        heads, slots, channels = call.heads, call.slots, call.channels
+        items = min(rows, call.step) * kv_TBC.shape[1]
+        own = items if backward else 0
+        wide, tall, flat = (call.slots, call.channels), (call.heads, call.channels), (call.heads, call.slots)
 
-        def new(*shape: int) -> Tensor:
-            return kv_TBC.new_zeros(shape, dtype=call.dtype)
+        def new(items: int, extents: tuple[int, int]) -> Tensor:
+            return kv_TBC.new_zeros(items, *extents, dtype=call.dtype)
 
-        latent_IWC = new(items, slots, channels)
-        gathered_IWC = latent_IWC
-        if not call.gathers_in_place(kv_TBC):
-            gathered_IWC = kv_TBC.new_empty(items, slots, kv_TBC.shape[2])
-        extra = items if backward else 0
+        latent_IWC = new(items, wide)
         return cls(
-            gathered_IWC,
-            latent_IWC,
-            query_IHC=new(items, heads, channels),
-            mixed_IHC=new(items, heads, channels),
-            logits_IHW=new(items, heads, slots),
-            weights_IHW=new(items, heads, slots),
-            out_grad_IHC=new(extra, heads, channels),
-            logit_grad_IHW=new(extra, heads, slots),
-            latent_grad_IWC=new(extra, slots, channels),
+            gathered_IWC=kv_TBC.new_empty(items, call.slots, kv_TBC.shape[2]) if call.converts else latent_IWC,
+            latent_IWC=latent_IWC,
+            query_IHC=new(items, tall),
+            mixed_IHC=new(items, tall),
+            logits_IHW=new(items, flat),
+            weights_IHW=new(items, flat),
+            out_grad_IHC=new(own, tall),
+            logit_grad_IHW=new(own, flat),
+            latent_grad_IWC=new(own, wide),
         )
 
     def first(self, items: int) -> _Buffers:
         return _Buffers(**{field.name: getattr(self, field.name)[:items] for field in fields(self)})
 
-    def attend(self, q_RBHC: Tensor, kv_TBC: Tensor, slots: _Slots, softmax_scale: float) -> None:
+    def attend(self, q_RBHC: Tensor, kv_TBC: Tensor, slots: _Slots, call: _Call) -> None:
         """Fill `latent`, `query` (times the scale) and `weights`: zeros in unused slots, NaN in empty items."""
         gathered_XC = self.gathered_IWC.flatten(0, 1)
         torch.index_select(kv_TBC.flatten(0, 1), 0, slots.token_IW.flatten(), out=gathered_XC)
-        if self.gathered_IWC.dtype != self.latent_IWC.dtype or self.gathered_IWC.shape != self.latent_IWC.shape:
+        if call.converts:
             self.latent_IWC[..., : kv_TBC.shape[2]] = self.gathered_IWC
         _load(self.query_IHC, q_RBHC)
-        self.query_IHC.mul_(softmax_scale)
+        self.query_IHC.mul_(call.softmax_scale)
         torch.bmm(self.query_IHC, self.latent_IWC.mT, out=self.logits_IHW)
         self.logits_IHW.masked_fill_(slots.unused_IW.unsqueeze(1), -math.inf)
         torch.softmax(self.logits_IHW, -1, out=self.weights_IHW)
@@ -349,14 +333,14 @@ def _add_in_row_order(sum_XC: Tensor, slots: _Slots, latent_grad_IWC: Tensor) ->
     """Add every slot's gradient to its token's sum, row after row, so that no chunk and no thread moves a bit."""
     target_IW = slots.token_IW.masked_fill(slots.unused_IW, len(sum_XC) - 1)
     if sum_XC.device.type == "cpu":
-        # The CPU kernel adds equal indices in the order they come in; 12 times faster than row by row.
+        # The CPU kernel adds equal indices in the order they come in: 12 times faster than row by row at 16 channels.
         sum_XC.index_add_(0, target_IW.flatten(), latent_grad_IWC.flatten(0, 1))
     else:
         _add_row_by_row(sum_XC, target_IW, latent_grad_IWC, slots.batch)
 
 
 def _add_row_by_row(sum_XC: Tensor, target_IW: Tensor, latent_grad_IWC: Tensor, batch: int) -> None:
-    # A token occurs once in a row: within one call no two additions meet, save in the spare row that nobody reads.
+    # A token occurs once in a row, so no two additions of one call meet, but in the spare row that nobody reads.
     for target_BW, grad_BWC in zip(target_IW.split(batch), latent_grad_IWC.split(batch), strict=True):
         sum_XC.index_add_(0, target_BW.flatten(), grad_BWC.flatten(0, 1))
 
@@ -375,15 +359,12 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _compute_dtype(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(q_SBHC.dtype, kv_TBC.dtype), torch.float32)
-
-
 def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> None:
+def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
+    """Refuse anything but queries and latents that fit; return the dtype in which they are to be multiplied."""
     for name, tensor, ndim in (("q_SBHC", q_SBHC, 4), ("kv_TBC", kv_TBC, 3)):
         if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} is {_kind(tensor)}; accepted is a tensor of {', '.join(map(str, _DTYPES))}")
@@ -394,12 +375,26 @@ def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> None:
             f"q_SBHC has shape {tuple(q_SBHC.shape)} and kv_TBC {tuple(kv_TBC.shape)}; accepted are equal last "
             "dimensions, at least one channel and one head"
         )
+    return torch.promote_types(torch.promote_types(q_SBHC.dtype, kv_TBC.dtype), torch.float32)
+
+
+def _check_selection(
+    q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor
+) -> None:
+    if not isinstance(layout, PoolLayout) or not isinstance(selection_BSK, Tensor):
+        raise TypeError(
+            f"selection_BSK is {_kind(selection_BSK)}, layout {_kind(layout)}; accepted are a tensor and a PoolLayout"
+        )
+    check_selection(selection_BSK, layout, position_S)
+    check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
+    rows, batch, tokens = position_S.shape[0], layout.batch, layout.num_tokens
+    if q_SBHC.shape[:2] != (rows, batch):
+        raise ValueError(f"q_SBHC has shape {tuple(q_SBHC.shape)}; accepted is [{rows}, {batch}, heads, channels]")
+    if kv_TBC.shape[:2] != (tokens, batch):
+        raise ValueError(f"kv_TBC has shape {tuple(kv_TBC.shape)}; accepted is [{tokens}, {batch}, channels]")
 
 
 def _check_scale(softmax_scale: float) -> None:
-    if (
-        isinstance(softmax_scale, bool)
-        or not isinstance(softmax_scale, float | int)
-        or not math.isfinite(softmax_scale)
-    ):
+    is_number = isinstance(softmax_scale, float | int) and not isinstance(softmax_scale, bool)
+    if not is_number or not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale is {softmax_scale!r}; accepted is a finite number")
