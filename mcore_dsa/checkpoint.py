@@ -35,6 +35,8 @@ from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
 _APE = "indexer.index_kpool_compress_ape"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+# Of an FP8 weight in float64 at a time. Measured on o_proj: 0.58 s with 2**16, 0.85 s with 2**14, 1.7 s with 2**20.
+_STRIP_ELEMENTS = 2**16
 # A layer, the name of one of its tensors under ``self_attn.``, and the whole tensor.
 type LayerTensor = tuple[int, str, Tensor]
 
@@ -64,9 +66,11 @@ def merge_attention(shards: Sequence[Mapping[str, Tensor]], geometry: DsaGeometr
     under ``self_attn.``, in the dtype that the ranks hold.
 
     Raises:
-        ValueError: a tensor is missing, unknown, ill-shaped or of another dtype than on rank 0, or the ranks hold a
-            replicated tensor in different bits.
+        ValueError: there is no rank, or their number does not divide the heads; a tensor is missing, unknown,
+            ill-shaped or of another dtype than on rank 0; the ranks hold a replicated tensor in different bits.
     """
+    if not shards:
+        raise ValueError("shards must hold at least one rank's tensors, got none")
     plans = [DsaTpPlan(rank, len(shards), geometry) for rank in range(len(shards))]
     for rank, shard in enumerate(shards):
         if shard.keys() != set(MEGATRON_NAMES.values()):
@@ -242,15 +246,16 @@ def _opened(file: Path) -> Iterator[Any]:
 def _dequantised(weight_RC: Tensor, scale: Tensor, row_offset: int, col_offset: int) -> Tensor:
     """Multiply a part of an FP8 weight with the scales of its 128x128 blocks, whatever the part's place in them.
 
-    A strip of rows with the same scales at a time: float64 of the whole part would be four times the result.
+    A few rows with the same scales at a time: in float64 the whole part would be four times the result.
     """
     rows, cols = weight_RC.shape
     result = torch.empty(rows, cols, dtype=torch.bfloat16)
     col_block_C = torch.arange(col_offset, col_offset + cols) // FP8_BLOCK
+    most = max(1, _STRIP_ELEMENTS // cols)
     start = 0
     while start < rows:
         block, within = divmod(row_offset + start, FP8_BLOCK)
-        stop = min(rows, start + FP8_BLOCK - within)
+        stop = min(rows, start + FP8_BLOCK - within, start + most)
         product = weight_RC[start:stop].double() * scale[block, col_block_C].double()
         result[start:stop] = _round(product, torch.bfloat16)
         start = stop

@@ -177,3 +177,24 @@ def refused(path: Path, faults: set[tuple[FaultKind, str]]) -> CheckpointBinding
         assert kind in str(caught.value)
         assert name in str(caught.value)
     return binding
+
+
+def rounded_once(exact: Tensor) -> Tensor:
+    """float64 to BF16 in one rounding to nearest, ties to even, on the bits: 45 of 52 bits of the fraction go.
+
+    For magnitudes from 2**-126 on, where BF16 numbers are normal, and zero.
+    """
+    assert exact.dtype == torch.float64
+    assert bool(((exact == 0) | (exact.abs() >= 2.0**-126)).all())
+    bits = exact.contiguous().view(torch.int64)
+    bits = bits + (2**44 - 1) + ((bits >> 45) & 1)
+    return ((bits >> 45) << 45).view(torch.float64).bfloat16()
+
+
+def dequantised(weight: Tensor, scale: Tensor) -> Tensor:
+    """The whole FP8 weight times its scales, each of which stands for 128 rows and 128 columns."""
+    rows = []
+    for block_row, scales in zip(weight.split(128), scale, strict=True):
+        wide = scales.double().repeat_interleave(128)[: weight.shape[1]]
+        rows.append(rounded_once(block_row.double() * wide))
+    return torch.cat(rows)
