@@ -1,68 +1,19 @@
-"""The training job: its command line, and runs of a tiny model from first step to checkpoint."""
+"""The training job: runs of a tiny model from the first step to the last checkpoint."""
 
 import json
 import os
-import shlex
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from harness import RanksFailed, run_ranks
+from train_runs import FLAG, ROOT, TINY, losses, metrics, run, start, tiny
 
 from mcore_dsa.train.config import JobConfig, parse_config
-
-ROOT = Path(__file__).parents[1]
-RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml"))
-FLAG = "SKYRL_DSA_INDEXER_TP_SHARD"
-
-# A few hundred thousand multiplications a step; sequences are four times index_topk, so that selection drops tokens.
-TINY = shlex.split("""
---model.num_layers 2 --model.hidden_size 32 --model.ffn_hidden_size 64 --model.num_attention_heads 4
---model.q_lora_rank 16 --model.kv_lora_rank 16 --model.qk_head_dim 8 --model.v_head_dim 8
---model.dsa_indexer_n_heads 8 --model.dsa_indexer_head_dim 8 --model.dsa_indexer_topk 8 --model.hidden_dropout 0.1
---training.sequence_length 32 --training.micro_batch_size 2 --training.global_batch_size 4
---training.steps 4 --training.warmup_steps 1 --training.decay_steps 4
---checkpoint.save_every 0 --logging.progress false --logging.tensorboard false --max_data_bytes 20000
-""")
-
-
-def tiny(run_dir: Path, *options: str) -> JobConfig:
-    arguments = ["--config", str(ROOT / "configs/tiny_tp2.yaml"), *TINY, "--run_dir", str(run_dir)]
-    return parse_config([*arguments, *shlex.split(" ".join(options))])
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run_dir)]
-
-
-def run(config: JobConfig) -> dict[str, Any]:
-    """Train in ranks that the harness started: what each of them does."""
-    from mcore_dsa import patches
-    from mcore_dsa.train.job import prepare, train
-
-    patches.apply()
-    return asdict(train(prepare(config, torch.distributed.get_world_size())))
-
-
-def start(config: JobConfig, ranks: int = 2, **options: Any) -> dict[str, Any]:
-    """Run it on new ranks; the summary, which all of them have to agree on but for times."""
-    summaries = run_ranks(run, ranks, config, **{"env": {FLAG: "1"}, **options})
-    times = {"tokens_per_s", "indexer_share"}
-    assert all(
-        {key: value for key, value in summary.items() if key not in times}
-        == {key: value for key, value in summaries[0].items() if key not in times}
-        for summary in summaries
-    )
-    return summaries[0]
 
 
 def stored(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -84,114 +35,6 @@ def assert_equal_runs(left: Path, right: Path) -> None:
     assert tensors[0].keys() == tensors[1].keys()
     assert any("exp_avg_sq" in key for key in tensors[0])
     assert [key for key in tensors[0] if not torch.equal(tensors[0][key], tensors[1][key])] == []
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_configuration_states_a_whole_run(path: Path) -> None:
-    config = parse_config(["--config", str(path)])
-    written = yaml.safe_load(path.read_text())
-    assert asdict(config) == written
-    ranks = config.parallel.tensor * config.parallel.pipeline
-    assert config.faults(ranks) == []
-    assert config.faults(2 * ranks) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parallel.tensor", "0"], "parallel.tensor"),
-        (["--training.lr", "fast"], "training.lr"),
-        (["--training.dtype", "fp16"], "training.dtype"),
-        (["--model.hiden_size", "64"], "model.hiden_size"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_a_bad_command_line_names_the_field(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse_config(["--config", str(ROOT / "configs/tiny_tp2.yaml"), *arguments])
-    assert message in capsys.readouterr().err
-
-
-def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = (ROOT / "configs/tiny_tp2.yaml").read_text().splitlines()
-    (tmp_path / "run.yaml").write_text("\n".join(line for line in lines if "kv_lora_rank" not in line))
-    with pytest.raises(SystemExit, match="2"):
-        parse_config(["--config", str(tmp_path / "run.yaml")])
-    assert "model.kv_lora_rank" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "ranks", "fault"),
-    [
-        ("", 3, "3 ranks; accepted: a multiple of parallel.tensor * parallel.pipeline = 2"),
-        ("--parallel.tensor 3", 3, "model.num_attention_heads=4; accepted: a multiple of parallel.tensor = 3"),
-        ("--model.ffn_hidden_size 63", 2, "model.ffn_hidden_size=63; accepted: a multiple of parallel.tensor = 2"),
-        (
-            "--training.sequence_length 33",
-            2,
-            "training.sequence_length=33; accepted: a multiple of parallel.tensor = 2",
-        ),
-        ("--training.global_batch_size 5", 4, "training.global_batch_size=5; accepted: a multiple of"),
-        ("--parallel.pipeline 4", 8, "model.num_layers=2; accepted: a multiple of"),
-        ("--parallel.virtual_pipeline 2", 2, "parallel.virtual_pipeline=2; accepted with parallel.pipeline=1: null"),
-        (
-            "--parallel.pipeline 2 --parallel.virtual_pipeline 1 --training.global_batch_size 2",
-            4,
-            "makes 1 micro batches a step; accepted with parallel.virtual_pipeline: at least parallel.pipeline = 2",
-        ),
-        ("--model.host hybrid", 2, "model.hybrid_layer_pattern=None; accepted with model.host=hybrid: a pattern"),
-        ("--model.hybrid_layer_pattern D-", 2, "model.hybrid_layer_pattern='D-'; accepted with model.host=gpt: null"),
-        ("--training.min_lr 1", 2, "training.min_lr=1.0; accepted: at most training.lr"),
-        ("--training.warmup_steps 4", 2, "training.warmup_steps=4; accepted: fewer than the 4 steps"),
-        ("--model.hidden_dropout 1", 2, "model.hidden_dropout=1.0; accepted: 0 to below 1"),
-        ("--training.seed 2147483648", 2, "training.seed=2147483648; accepted: 0 to below 2**31"),
-        ("--compare-unsharded --parallel.tensor 1", 1, "compare_unsharded=true with parallel.tensor=1; accepted: 2"),
-    ],
-)
-def test_values_that_cannot_run_are_refused_with_what_is_accepted(
-    options: str, ranks: int, fault: str, tmp_path: Path
-) -> None:
-    from mcore_dsa.train.job import prepare
-
-    config = tiny(tmp_path, options)
-    assert [fault in line for line in config.faults(ranks)].count(True) == 1
-    # Without a process group: nothing is sent before the run is known to be possible.
-    with pytest.raises(ValueError, match="accepted") as refused:
-        prepare(config, ranks)
-    assert fault in str(refused.value)
-
-
-def test_all_faults_come_at_once(tmp_path: Path) -> None:
-    faults = tiny(tmp_path, "--training.min_lr 1 --training.warmup_steps 9 --training.sequence_length 31").faults(2)
-    assert len(faults) == 3
-
-
-def test_what_the_attention_refuses_is_refused_before_it_starts(tmp_path: Path) -> None:
-    from mcore_dsa.train.job import prepare
-
-    with pytest.raises(ValueError, match="dsa_indexer_topk is 9; accepted is a multiple of dsa_indexer_kpool"):
-        prepare(tiny(tmp_path, "--model.dsa_indexer_topk 9"), 2)
-
-
-def test_a_comparison_needs_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_dsa.train.job import prepare
-
-    config = tiny(tmp_path, "--compare-unsharded")
-    monkeypatch.setenv(FLAG, "off")
-    with pytest.raises(ValueError, match=f"compare_unsharded=true with {FLAG} off; accepted: a partition"):
-        prepare(config, 2)
-    monkeypatch.setenv(FLAG, "1")
-    prepare(config, 2)
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    from mcore_dsa.train.job import prepare
-
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ValueError, match="holds something else; accepted: a new or empty folder, or a run's"):
-        prepare(tiny(tmp_path), 2)
 
 
 def test_torchrun_trains_compares_and_ends_with_a_line_of_json(tmp_path: Path) -> None:
@@ -265,6 +108,31 @@ def test_a_resumed_run_continues_to_the_last_bit(spread: str, tmp_path: Path) ->
     assert_equal_runs(straight, resumed)
 
 
+def test_every_sample_is_read_once_and_a_resumed_run_goes_on_with_the_next(tmp_path: Path) -> None:
+    options = "--parallel.tensor 1"
+    before = run_ranks(
+        run_and_record_samples, 2, tiny(tmp_path, options, "--training.steps 1 --training.warmup_steps 0")
+    )
+    after = run_ranks(run_and_record_samples, 2, tiny(tmp_path, options, "--resume --training.warmup_steps 0"))
+    assert before == [[0, 1], [2, 3]]
+    assert after == [[4, 5, 8, 9, 12, 13], [6, 7, 10, 11, 14, 15]]
+
+
+def run_and_record_samples(config: JobConfig) -> list[int]:
+    from mcore_dsa.train.data import Windows
+
+    samples = []
+    read = Windows.__getitem__
+
+    def record(self: Windows, sample: int) -> Any:
+        samples.append(sample)
+        return read(self, sample)
+
+    Windows.__getitem__ = record
+    run(config)
+    return samples
+
+
 def test_a_checkpoint_cut_short_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     start(tiny(straight, "--checkpoint.save_every 1"))
@@ -280,17 +148,18 @@ def test_a_checkpoint_cut_short_is_not_taken_for_a_complete_one(tmp_path: Path) 
 
 
 def run_until_power_fails(config: JobConfig) -> None:
-    """Everything of the third checkpoint is on disk but the file that completes it."""
+    """The third checkpoint is written but for its last file when the run ends."""
     from mcore_dsa.train import checkpointing
 
-    publish = checkpointing.replace_text
+    write = checkpointing.dist_checkpointing.save
 
-    def fail_on_the_third(path: Path, text: str) -> None:
-        if text == "step_00000003":
+    def fail_in_the_third(state: Any, folder: str) -> None:
+        write(state, folder)
+        if folder.endswith("step_00000003"):
+            (Path(folder) / "metadata.json").unlink(missing_ok=True)
             raise RuntimeError("the power went")
-        publish(path, text)
 
-    checkpointing.replace_text = fail_on_the_third
+    checkpointing.dist_checkpointing.save = fail_in_the_third
     run(config)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.files import replace_text
 from mcore_dsa.train.loop import Trainer
 
 _logger = logging.getLogger(__name__)
@@ -135,13 +135,6 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
             checkpoint.folder,
             checkpoint.layout,
         )
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, finds either the old content or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _layout(config: JobConfig) -> dict[str, Any]:

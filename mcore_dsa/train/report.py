@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self
 
 from tqdm import tqdm
 
-from mcore_dsa.train.checkpointing import replace_text
 from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.files import replace_text
 from mcore_dsa.train.loop import StepReport
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ class RunLog:
 
     Args:
         config: the run.
-        first_step: the number of steps done before, which a resumed run keeps in its files; what they hold beyond it
-            belongs to steps that are going to be done again.
+        done: steps done before; what a resumed run finds in its files beyond them belongs to steps it will do again.
         title: of the progress bar.
         write: whether to write files, or to draw the bar only.
     """

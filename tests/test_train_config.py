@@ -1,0 +1,120 @@
+"""The training job's command line, and the runs that are refused before they start."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from train_runs import FLAG, ROOT, tiny
+
+from mcore_dsa.train.config import parse_config
+
+RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_configuration_states_a_whole_run(path: Path) -> None:
+    config = parse_config(["--config", str(path)])
+    written = yaml.safe_load(path.read_text())
+    assert asdict(config) == written
+    ranks = config.parallel.tensor * config.parallel.pipeline
+    assert config.faults(ranks) == []
+    assert config.faults(2 * ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallel.tensor", "0"], "parallel.tensor"),
+        (["--training.lr", "fast"], "training.lr"),
+        (["--training.dtype", "fp16"], "training.dtype"),
+        (["--model.hiden_size", "64"], "model.hiden_size"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_a_bad_command_line_names_the_field(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(["--config", str(ROOT / "configs/tiny_tp2.yaml"), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (ROOT / "configs/tiny_tp2.yaml").read_text().splitlines()
+    (tmp_path / "run.yaml").write_text("\n".join(line for line in lines if "kv_lora_rank" not in line))
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(["--config", str(tmp_path / "run.yaml")])
+    assert "model.kv_lora_rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "fault"),
+    [
+        ("", 3, "3 ranks; accepted: a multiple of parallel.tensor * parallel.pipeline = 2"),
+        ("--parallel.tensor 3", 3, "model.num_attention_heads=4; accepted: a multiple of parallel.tensor = 3"),
+        ("--model.ffn_hidden_size 63", 2, "model.ffn_hidden_size=63; accepted: a multiple of parallel.tensor = 2"),
+        (
+            "--training.sequence_length 33",
+            2,
+            "training.sequence_length=33; accepted: a multiple of parallel.tensor = 2",
+        ),
+        ("--training.global_batch_size 5", 4, "training.global_batch_size=5; accepted: a multiple of"),
+        ("--parallel.pipeline 4", 8, "model.num_layers=2; accepted: a multiple of"),
+        ("--parallel.virtual_pipeline 2", 2, "parallel.virtual_pipeline=2; accepted with parallel.pipeline=1: null"),
+        (
+            "--parallel.pipeline 2 --parallel.virtual_pipeline 1 --training.global_batch_size 2",
+            4,
+            "makes 1 micro batches a step; accepted with parallel.virtual_pipeline: at least parallel.pipeline = 2",
+        ),
+        ("--model.host hybrid", 2, "model.hybrid_layer_pattern=None; accepted with model.host=hybrid: a pattern"),
+        ("--model.hybrid_layer_pattern D-", 2, "model.hybrid_layer_pattern='D-'; accepted with model.host=gpt: null"),
+        ("--training.min_lr 1", 2, "training.min_lr=1.0; accepted: at most training.lr"),
+        ("--training.warmup_steps 4", 2, "training.warmup_steps=4; accepted: fewer than the 4 steps"),
+        ("--model.hidden_dropout 1", 2, "model.hidden_dropout=1.0; accepted: 0 to below 1"),
+        ("--training.seed 2147483648", 2, "training.seed=2147483648; accepted: 0 to below 2**31"),
+        ("--compare-unsharded --parallel.tensor 1", 1, "compare_unsharded=true with parallel.tensor=1; accepted: 2"),
+    ],
+)
+def test_values_that_cannot_run_are_refused_with_what_is_accepted(
+    options: str, ranks: int, fault: str, tmp_path: Path
+) -> None:
+    from mcore_dsa.train.job import prepare
+
+    config = tiny(tmp_path, options)
+    assert [fault in line for line in config.faults(ranks)].count(True) == 1
+    # Without a process group: nothing is sent before the run is known to be possible.
+    with pytest.raises(ValueError, match="accepted") as refused:
+        prepare(config, ranks)
+    assert fault in str(refused.value)
+
+
+def test_all_faults_come_at_once(tmp_path: Path) -> None:
+    faults = tiny(tmp_path, "--training.min_lr 1 --training.warmup_steps 9 --training.sequence_length 31").faults(2)
+    assert len(faults) == 3
+
+
+def test_what_the_attention_refuses_is_refused_before_it_starts(tmp_path: Path) -> None:
+    from mcore_dsa.train.job import prepare
+
+    with pytest.raises(ValueError, match="dsa_indexer_topk is 9; accepted is a multiple of dsa_indexer_kpool"):
+        prepare(tiny(tmp_path, "--model.dsa_indexer_topk 9"), 2)
+
+
+def test_a_comparison_needs_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_dsa.train.job import prepare
+
+    config = tiny(tmp_path, "--compare-unsharded")
+    monkeypatch.setenv(FLAG, "off")
+    with pytest.raises(ValueError, match=f"compare_unsharded=true with {FLAG} off; accepted: a partition"):
+        prepare(config, 2)
+    monkeypatch.setenv(FLAG, "1")
+    prepare(config, 2)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    from mcore_dsa.train.job import prepare
+
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match="holds something else; accepted: a new or empty folder, or a run's"):
+        prepare(tiny(tmp_path), 2)
