@@ -103,9 +103,8 @@ def select_pools(
             slot_S = host_first_BS[sample] - layout.first_pool_id
             for strip in _row_strips(slot_S, host_visible_BS[sample], budget, tile):
                 scorer.load_rows(q_SBHD[strip.rows, sample], weights_SBH[strip.rows, sample])
-                _select_strip(scorer, top, pool_key_PBD[:, sample], strip, end_S[strip.rows], block)
-                assert top.slots is not None
-                selection_BSK[sample, strip.rows] = top.slots.add_(layout.first_pool_id)
+                slot_RK = _select_strip(scorer, top, pool_key_PBD[:, sample], strip, end_S[strip.rows], block)
+                selection_BSK[sample, strip.rows] = slot_RK.add_(layout.first_pool_id)
                 strip.count(counters, tile)
     return selection_BSK
 
@@ -154,14 +153,16 @@ def _row_strips(slot_S: Tensor, visible_S: Tensor, budget: int, tile: Tile) -> I
 
 def _select_strip(
     scorer: TileScorer, top: RunningTopK, key_PD: Tensor, strip: _RowStrip, end_R: Tensor, block: int
-) -> None:
-    """Leave in `top.slots` the best pool slots of the loaded rows, block by block of pools."""
+) -> Tensor:
+    """int64 `[rows, budget]`, the best pool slots of the loaded rows, ascending; `top`'s own buffer."""
     last = max(strip.tile_ends)
     top.reset(strip.rows.stop - strip.rows.start)
     for begin in range(strip.first, last, block):
         columns = min(block, last - begin)
         _score_block(scorer, key_PD, strip, begin, top.block(columns))
         top.merge(begin, columns, end_R, strip.least_end, last=begin + columns == last)
+    assert top.slots is not None
+    return top.slots
 
 
 def _score_block(scorer: TileScorer, key_PD: Tensor, strip: _RowStrip, begin: int, score_RC: Tensor) -> None:
