@@ -5,7 +5,21 @@ from typing import Any
 import pytest
 import torch
 from harness import megatron_ranks
-from models import BATCH, OFF, ON, POOL, ROWS, TOPK, Run, assert_equal, train
+from models import (
+    BATCH,
+    OFF,
+    ON,
+    POOL,
+    ROWS,
+    TOPK,
+    VOCAB,
+    Run,
+    assert_equal,
+    config,
+    gpt,
+    taken_selections,
+    train,
+)
 
 from mcore_dsa.settings import PARTITION_VARIABLE
 
@@ -23,6 +37,36 @@ def assert_same_training(off: list[Run], on: list[Run], partition: str) -> None:
         assert (left.partition, right.partition) == (None, partition)
         for part in ("selections", "logits", "losses", "gradients", "parameters"):
             assert_equal(getattr(left, part), getattr(right, part), f"{partition}, rank {rank}, {part}")
+
+
+# Rows that are no multiple of the pool, one row a rank, several tiles of rows (64) and of pools (128): 600.
+SHAPES = [(3, 1), (6, 3), (15, 2), (33, 1), (90, 2), (129, 3), (600, 1)]
+
+
+def shapes(index_heads: int) -> list[list[Any]]:
+    """For each shape the selection, the loss and every gradient. Few index heads tie scores at exactly 0."""
+    model = gpt(config(num_layers=1, dsa_indexer_n_heads=index_heads))
+    results: list[list[Any]] = []
+    for rows, batch in SHAPES:
+        ids = torch.randint(0, VOCAB, (batch, rows + 1), generator=torch.Generator().manual_seed(rows))
+        model.zero_grad()
+        with taken_selections() as taken:
+            loss = model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean()
+        loss.backward()
+        gradients = {name: value.grad.clone() for name, value in model.named_parameters() if value.requires_grad}
+        results.append([*taken, loss.detach(), gradients])
+    return results
+
+
+@pytest.mark.parametrize("index_heads", [1, 8])
+def test_any_rows_and_batch_are_bit_identical_in_every_partition(index_heads: int) -> None:
+    off, *others = (
+        megatron_ranks(shapes, 3, index_heads, tp=3, env={PARTITION_VARIABLE: word}) for word in ("off", *PARTITIONS)
+    )
+    for partition, on in zip(PARTITIONS, others, strict=True):
+        for rank in range(3):
+            for shape, left, right in zip(SHAPES, off[rank], on[rank], strict=True):
+                assert_equal(left, right, f"{partition}, rank {rank}, rows and batch {shape}")
 
 
 def assert_worth_comparing(runs: list[Run], tp: int) -> None:

@@ -12,9 +12,9 @@ from harness import megatron_ranks
 from megatron.core import parallel_state
 from models import BATCH, OFF, ON, POOL, ROWS, SIZES, TOPK, attentions, config, gpt, taken_selections, tokens
 
-from mcore_dsa import collectives
+from mcore_dsa import collectives, sharded
 from mcore_dsa.megatron import KPoolDSAttention, attention
-from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE
+from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, OVERLAP_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE
 
 PREFIXES = ("all_", "barrier", "batch_", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
 CALLS = [name for name in dir(dist) if name.startswith(PREFIXES) and name != "reduce_op"]
@@ -154,6 +154,20 @@ def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
                 assert part in line[1]
         else:
             assert seen["log"] == []
+
+
+def observe_pieces() -> list[int]:
+    """Rows of each gather of one selection, where a piece is ten rows."""
+    vars(sharded).update(OVERLAP_ROWS=10)
+    per_selection = Collectives().inside_selections()
+    with torch.no_grad():
+        gpt(config(num_layers=1))(tokens()[:, :-1], None, None)
+    return [what[0][1] for _, what, _ in per_selection[0][2:]]
+
+
+@pytest.mark.parametrize(("word", "pieces"), [("1", [10, 10, 10, 10, 8]), ("0", [48])])
+def test_overlap_setting_reaches_the_exchange(word: str, pieces: list[int]) -> None:
+    assert megatron_ranks(observe_pieces, 2, tp=2, env={**ON, OVERLAP_VARIABLE: word}) == [pieces] * 2
 
 
 def test_flag_on_in_a_group_of_one_warns_once() -> None:

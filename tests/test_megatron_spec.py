@@ -156,6 +156,33 @@ def test_layer_specs_follow_the_moe_pattern() -> None:
     assert cores(kpool_dsa_attention_spec(mixed)) == [KPoolDSAttention]
 
 
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
+LAYOUT = {"pipeline_model_parallel_layout": "Et|tttL"}
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "stage", "layers"),
+    [
+        ({}, 0, None, [0, 1]),
+        ({}, 1, None, [2, 3]),
+        (VIRTUAL, 0, 0, [0]),
+        (VIRTUAL, 1, 0, [1]),
+        (VIRTUAL, 0, 1, [2]),
+        (VIRTUAL, 1, 1, [3]),
+        (LAYOUT, 0, None, [0]),
+        (LAYOUT, 1, None, [1, 2, 3]),
+    ],
+)
+def test_a_stage_gets_its_own_layers(
+    options: dict[str, Any], rank: int, stage: int | None, layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(num_layers=4, pipeline_model_parallel_size=2, **options)
+    monkeypatch.setattr(spec, "_layer_specs", lambda *_args: [f"layer {number}" for number in range(4)])
+    block = kpool_dsa_block_spec(cfg, BACKEND, vp_stage=stage, pp_rank=rank)
+    assert block.layer_specs == [f"layer {number}" for number in layers]
+    assert block.layer_norm is BACKEND.layer_norm(rms_norm=True)
+
+
 @pytest.mark.parametrize("number", [0, 3, -1])
 def test_a_layer_number_outside_the_model_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=f"layer_number is {number}; accepted is 1 <= layer_number <= 2"):
