@@ -109,6 +109,8 @@ def train(job: Job) -> Summary:
         result = _run_steps(job, title="train", record=True)
         identical = None
         if job.config.compare_unsharded:
+            # The first model, in reference cycles, would stay beside the second.
+            gc.collect()
             with _partition_off():
                 # A loss that is not a number has ended the run, so equal floats have equal bits.
                 identical = _run_steps(job, title="unsharded", record=False).losses == result.losses
@@ -193,8 +195,6 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
             last = trainer.step == config.training.steps
             if record and (last or (save_every and trainer.step % save_every == 0)):
                 save_checkpoint(trainer, job.run_dir, job.corpus.digest)
-    del trainer
-    gc.collect()
     return _Result(
         losses=[report.loss for report in reports],
         seconds=sum(report.seconds for report in reports),
