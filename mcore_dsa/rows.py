@@ -22,21 +22,32 @@ class RowPartition:
         num_rows: rows of the call.
         shards: for each rank its slices, in the order in which it holds them. Together they hold every row once.
 
-    Raises: ValueError for a negative `num_rows` or a `group_size` below 1.
+    Raises: ValueError for a negative `num_rows`, a `group_size` below 1, or shards that leave out a row.
     """
 
     num_rows: int
     shards: tuple[tuple[range, ...], ...]
 
+    def __post_init__(self) -> None:
+        _check_sizes(self.num_rows, len(self.shards))
+        parts = sorted((part for own in self.shards for part in own if part), key=lambda part: part.start)
+        ends = accumulate((part.stop for part in parts), max, initial=0)
+        gaps = any(part.start > end or part.step != 1 for part, end in zip(parts, ends, strict=False))
+        low, high = (parts[0].start, max(part.stop for part in parts)) if parts else (0, 0)
+        if gaps or (low, high) != (0, self.num_rows):
+            raise ValueError(f"shards is {self.shards}; accepted are ranges that hold every row 0 ... num_rows - 1")
+
     @classmethod
     def contiguous(cls, num_rows: int, group_size: int) -> RowPartition:
         """Rank r owns `[min(s, r * n), min(s, (r + 1) * n))`, `n = ceil(s / R)`; the last shards may be empty."""
-        return cls(num_rows, tuple((part,) for part in _equal_slices(num_rows, group_size, group_size)))
+        _check_sizes(num_rows, group_size)
+        return cls(num_rows, tuple((part,) for part in _equal_slices(num_rows, group_size)))
 
     @classmethod
     def zigzag(cls, num_rows: int, group_size: int) -> RowPartition:
         """2R slices of `ceil(s / 2R)` rows; rank r owns slices r and 2R-1-r, which evens out causal work."""
-        parts = _equal_slices(num_rows, group_size, 2 * group_size)
+        _check_sizes(num_rows, group_size)
+        parts = _equal_slices(num_rows, 2 * group_size)
         return cls(num_rows, tuple((parts[rank], parts[-1 - rank]) for rank in range(group_size)))
 
     @classmethod
@@ -45,9 +56,9 @@ class RowPartition:
 
         Without any scored pair the rows are cut equally. `work` describes the rows from 0 on; those behind it are none.
         """
+        _check_sizes(num_rows, group_size)
         if work.scored_pairs == 0:
             return cls.contiguous(num_rows, group_size)
-        _check_sizes(num_rows, group_size)
         shares = (work.scored_pairs * rank // group_size for rank in range(1, group_size))
         cuts = [0, *(min(num_rows, work.first_row_reaching(share)) for share in shares), num_rows]
         return cls(num_rows, tuple((range(start, stop),) for start, stop in pairwise(cuts)))
@@ -83,7 +94,7 @@ class PackWork:
         lengths: tokens of each document, in pack order.
         pool_size: `index_kpool`. budget: pools a row may select.
 
-    Raises: ValueError for a negative length, or a `pool_size` or `budget` below 1.
+    Raises: TypeError for what is no integer, ValueError for a negative length, a `pool_size` or a `budget` below 1.
     """
 
     lengths: tuple[int, ...]
@@ -94,6 +105,11 @@ class PackWork:
     _scored_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not _integers(*self.lengths, self.pool_size, self.budget):
+            raise TypeError(
+                "lengths, pool_size and budget hold something else than integers; accepted are integers, "
+                f"pool_size is {self.pool_size!r} and budget {self.budget!r}"
+            )
         if min(self.lengths, default=0) < 0 or self.pool_size < 1 or self.budget < 1:
             raise ValueError(
                 f"lengths has a least of {min(self.lengths, default=0)}, pool_size is {self.pool_size}, budget "
@@ -161,15 +177,19 @@ def partition_rows(
     raise ValueError(f"partition is {kind!r}; accepted are 'contiguous', 'zigzag' and 'balanced'")
 
 
-def _equal_slices(num_rows: int, group_size: int, parts: int) -> list[range]:
-    _check_sizes(num_rows, group_size)
+def _equal_slices(num_rows: int, parts: int) -> list[range]:
     length = -(-num_rows // parts)
     cuts = [min(num_rows, part * length) for part in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 def _check_sizes(num_rows: int, group_size: int) -> None:
-    if num_rows < 0 or group_size < 1:
+    if not _integers(num_rows, group_size) or num_rows < 0 or group_size < 1:
         raise ValueError(
-            f"num_rows is {num_rows} and group_size {group_size}; accepted are num_rows >= 0 and group_size >= 1"
+            f"num_rows is {num_rows!r} and group_size {group_size!r}; accepted are num_rows >= 0 and group_size >= 1, "
+            "integers"
         )
+
+
+def _integers(*values: object) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
