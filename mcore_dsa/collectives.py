@@ -38,7 +38,11 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
     """Shards of equal length joined along dim 0 in rank order: `[n, ...]` on each of R ranks to `[R * n, ...]` on all.
 
     No gradient flows back: what is gathered here feeds a frozen selection.
+
+    Raises: ValueError for a tensor without dimensions.
     """
+    if x.ndim == 0:
+        raise ValueError("x has no dimensions; accepted is a tensor of rows, [n, ...]")
     gathered = x.new_empty(group_size(group) * x.shape[0], *x.shape[1:])
     _all_gather(gathered, x.contiguous(), group)
     return gathered

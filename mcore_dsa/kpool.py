@@ -196,9 +196,9 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
 
     Source: transformers' `Glm5NextTextIndexer.get_pooled_states`.
     """
-    _check_floating("key_TBD", key_TBD, (layout.num_tokens, layout.batch, None))
-    _check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
-    _check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
+    check_floating("key_TBD", key_TBD, (layout.num_tokens, layout.batch, None))
+    check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
+    check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
     check_device(layout.device, key_TBD=key_TBD, gate_TBD=gate_TBD, ape_JD=ape_JD)
     num_pools, batch, channels = layout.num_pools, layout.batch, key_TBD.shape[-1]
     pool_key_PBD = key_TBD.new_empty(num_pools, batch, channels)
@@ -348,7 +348,8 @@ def check_device(device: torch.device, **tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}; accepted is the layout's device, {device}")
 
 
-def _check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+def check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Refuse anything but a floating-point tensor of this shape, None standing for any size."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {kind}; accepted is a floating-point tensor")

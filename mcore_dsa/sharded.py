@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
-from mcore_dsa.kpool import PoolLayout, check_device, check_integer, compress_keys, expand_selection
+from mcore_dsa.kpool import (
+    PoolLayout,
+    check_device,
+    check_floating,
+    check_integer,
+    check_positive,
+    compress_keys,
+    expand_selection,
+)
 from mcore_dsa.rows import RowPartition
 from mcore_dsa.selection import DEFAULT_SCORE_BYTES, SelectionCounters, select_pools
 
@@ -53,28 +61,16 @@ def select_pools_sharded(
     Raises: as `select_pools`; ValueError for a partition of other rows or another number of ranks.
     """
     check_integer("position_S", position_S, ndim=1)
+    check_positive("budget", budget)
     ranks, rank = group_size(query_shard_group), group_rank(query_shard_group)
     rows = position_S.shape[0]
     partition = RowPartition.contiguous(rows, ranks) if partition is None else partition
-    if (partition.num_rows, partition.group_size) != (rows, ranks):
-        raise ValueError(
-            f"partition cuts {partition.num_rows} rows for {partition.group_size} ranks; accepted are {rows} rows and "
-            f"{ranks} ranks"
-        )
+    _check_shard(q_OBHD, weights_OBH, partition, rows, ranks, rank)
     own_O = torch.cat([position_S[part.start : part.stop] for part in partition.slices(rank)])
-    if q_OBHD.shape[0] != own_O.shape[0]:
-        raise ValueError(f"q_OBHD has {q_OBHD.shape[0]} rows; accepted are the {own_O.shape[0]} of rank {rank}'s shard")
-    gather = SelectionGather(
-        partition,
-        query_shard_group,
-        batch=layout.batch,
-        budget=budget,
-        device=layout.device,
-        in_flight=GATHERS_HELD - 1,
-    )
-    for start in range(
-        0, partition.rows_per_rank, piece := OVERLAP_ROWS if overlap else max(1, partition.rows_per_rank)
-    ):
+    batch, device, group = layout.batch, layout.device, query_shard_group
+    gather = SelectionGather(partition, group, batch=batch, budget=budget, device=device, in_flight=GATHERS_HELD - 1)
+    piece = OVERLAP_ROWS if overlap else max(1, partition.rows_per_rank)
+    for start in range(0, partition.rows_per_rank, piece):
         part = slice(start, start + piece)
         selection_BOK = select_pools(
             q_OBHD[part],
@@ -134,7 +130,7 @@ def fused_qk_topk_kpool(
 
     Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it.
     """
-    _check_fused(q, k, mask, index_topk, pool_size, key_positions, fp8_indexer)
+    _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, mask, key_positions, cu_seqlens_kv, fp8_indexer)
     layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
     pool_key = compress_keys(k, gate_score, ape, layout)
     partition = RowPartition.contiguous(q.shape[0], group_size(query_shard_group))
@@ -196,19 +192,58 @@ def _layout_of_bounds(
     return layout, position
 
 
+def _check_shard(
+    q_OBHD: Tensor, weights_OBH: Tensor, partition: RowPartition, rows: int, ranks: int, rank: int
+) -> None:
+    if (partition.num_rows, partition.group_size) != (rows, ranks):
+        raise ValueError(
+            f"partition cuts {partition.num_rows} rows for {partition.group_size} ranks; accepted are {rows} rows and "
+            f"{ranks} ranks"
+        )
+    own = partition.rows_of(rank)
+    for name, tensor, ndim in (("q_OBHD", q_OBHD, 4), ("weights_OBH", weights_OBH, 3)):
+        check_floating(name, tensor, (None,) * ndim)
+        if tensor.shape[0] != own:
+            raise ValueError(f"{name} has {tensor.shape[0]} rows; accepted are the {own} of rank {rank}'s shard")
+
+
 def _check_fused(
-    q: Tensor, k: Tensor, mask: object, index_topk: int, pool_size: int, key_positions: Tensor | None, fp8: bool
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    pool_size: int,
+    gate_score: Tensor,
+    ape: Tensor,
+    mask: object,
+    key_positions: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    fp8_indexer: bool,
 ) -> None:
     if mask is not None:
         raise ValueError(f"mask is a {type(mask).__name__}; accepted is None: say who sees what with varlen bounds")
-    if fp8:
+    if fp8_indexer:
         raise ValueError("fp8_indexer is True; accepted is False: scores are fp32")
-    if pool_size < 1 or index_topk < 1 or index_topk % pool_size:
+    check_positive("pool_size", pool_size)
+    check_positive("index_topk", index_topk)
+    if index_topk % pool_size:
         raise ValueError(f"index_topk is {index_topk}; accepted is a positive multiple of pool_size, {pool_size}")
-    for name, tensor, ndim in (("q", q, 4), ("k", k, 3)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; accepted is a tensor")
-        if tensor.ndim != ndim:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted are {ndim} dimensions")
-    if key_positions is not None and not torch.equal(key_positions.cpu(), torch.arange(k.shape[0])):
+    check_floating("q", q, (None, None, None, None))
+    check_floating("k", k, (None, q.shape[1], q.shape[3]))
+    check_floating("weights", weights, tuple(q.shape[:3]))
+    check_floating("gate_score", gate_score, tuple(k.shape))
+    check_floating("ape", ape, (pool_size, k.shape[2]))
+    check_device(k.device, q=q, weights=weights, gate_score=gate_score, ape=ape)
+    for name, optional in (("key_positions", key_positions), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if optional is not None:
+            check_integer(name, optional, ndim=1)
+            check_device(k.device, **{name: optional})
+    if cu_seqlens_kv is not None:
+        ascends = cu_seqlens_kv.numel() > 1 and bool(cu_seqlens_kv[0] == 0) and bool((cu_seqlens_kv.diff() >= 0).all())
+        if not ascends or int(cu_seqlens_kv[-1]) > k.shape[0]:
+            raise ValueError(
+                f"cu_seqlens_kv is {cu_seqlens_kv.tolist()}; accepted are two or more ascending lengths from 0 to at "
+                f"most {k.shape[0]}"
+            )
+    if key_positions is not None and not torch.equal(key_positions.long(), torch.arange(k.shape[0], device=k.device)):
         raise ValueError(f"key_positions is not 0 ... {k.shape[0] - 1}; accepted are None and exactly that")
