@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard
 INDEX_SUFFIX = ".safetensors.index.json"
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000  # bytes of JSON, the library's own limit
-_BITS = {"F4": 4, "BOOL": 8, "C64": 64} | {
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64} | {
     name: bits
     for bits, names in {
         8: ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
@@ -133,14 +133,14 @@ def _read_index(path: Path, faults: list[Fault]) -> dict[str, str]:
         return {}
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        faults.append(Fault(FaultKind.UNREADABLE, "", "an object under weight_map", f"{weight_map!r}", path.name))
+        faults.append(Fault(FaultKind.UNREADABLE, "", "an object under weight_map", _short(weight_map), path.name))
         return {}
     usable = {}
     for name, file in weight_map.items():
         if isinstance(file, str) and file == os.path.basename(file) and file not in ("", ".", ".."):
             usable[name] = file
         else:
-            faults.append(Fault(FaultKind.INDEX, name, "a file name beside the index", f"{file!r}", path.name))
+            faults.append(Fault(FaultKind.INDEX, name, "a file name beside the index", _short(file), path.name))
     return usable
 
 
@@ -184,12 +184,12 @@ def read_header(file: Path, faults: list[Fault]) -> dict[str, StoredTensor]:
         return {}
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        fault(FaultKind.UNREADABLE, "strings as metadata", json.dumps(metadata))
+        fault(FaultKind.UNREADABLE, "strings as metadata", _short(metadata))
     tensors = {}
     for name, entry in header.items():
         stored = _stored(file, entry, data, size)
         if stored is None:
-            fault(FaultKind.UNREADABLE, "dtype, shape and as many bytes", json.dumps(entry), name)
+            fault(FaultKind.UNREADABLE, "dtype, shape and as many bytes", _short(entry), name)
         else:
             tensors[name] = stored
     if len(tensors) == len(header):
@@ -209,6 +209,11 @@ def _stored(file: Path, entry: Any, data: int, size: int) -> StoredTensor | None
     if stop < start or (dtype in _BITS and bits != 8 * (stop - start)):
         return None
     return StoredTensor(file, dtype, tuple(shape), data + start, data + stop, size)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _are_counts(value: object) -> TypeGuard[list[int]]:
