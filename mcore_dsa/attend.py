@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from mcore_dsa.kpool import PoolLayout, check_device, check_selection, expand_unchecked, raise_if_unseen
+from mcore_dsa.checks import check_device, kind_of
+from mcore_dsa.kpool import PoolLayout, check_selection, expand_unchecked, raise_if_unseen
 from mcore_dsa.precision import full_precision
 
 DEFAULT_ATTEND_BYTES = 256 * 2**20
@@ -96,7 +97,7 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
             "that holds rows x keys; sparse_attention has no such limit"
         )
     if not isinstance(token_BSW, Tensor) or token_BSW.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"token_BSW is {_kind(token_BSW)}; accepted is a torch.int32 or torch.int64 tensor")
+        raise TypeError(f"token_BSW is {kind_of(token_BSW)}; accepted is a torch.int32 or torch.int64 tensor")
     if token_BSW.ndim != 3 or token_BSW.shape[:2] != (batch, rows) or q_SBHC.shape[1] != batch:
         raise ValueError(
             f"q_SBHC has shape {tuple(q_SBHC.shape)}, kv_TBC {tuple(kv_TBC.shape)} and token_BSW "
@@ -359,15 +360,11 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-
-
 def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
     """Refuse anything but queries and latents that fit; return the dtype in which they are to be multiplied."""
     for name, tensor, ndim in (("q_SBHC", q_SBHC, 4), ("kv_TBC", kv_TBC, 3)):
         if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} is {_kind(tensor)}; accepted is a tensor of {', '.join(map(str, _DTYPES))}")
+            raise TypeError(f"{name} is {kind_of(tensor)}; accepted is a tensor of {', '.join(map(str, _DTYPES))}")
         if tensor.ndim != ndim:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted are {ndim} dimensions")
     if q_SBHC.shape[3] != kv_TBC.shape[2] or 0 in (q_SBHC.shape[2], q_SBHC.shape[3]):
@@ -381,10 +378,6 @@ def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
 def _check_selection(
     q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor
 ) -> None:
-    if not isinstance(layout, PoolLayout) or not isinstance(selection_BSK, Tensor):
-        raise TypeError(
-            f"selection_BSK is {_kind(selection_BSK)}, layout {_kind(layout)}; accepted are a tensor and a PoolLayout"
-        )
     check_selection(selection_BSK, layout, position_S)
     check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
     rows, batch, tokens = position_S.shape[0], layout.batch, layout.num_tokens

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_dsa.checks import check_device, check_floating, check_integer, check_natural, check_positive, kind_of
+
 # fp32 elements of scratch in `compress_keys`, which is elementwise: the size moves no bit of the result.
 _COMPRESS_ELEMENTS = 1 << 20
 # Token ids that `expand_selection` works on at a time.
@@ -72,18 +74,24 @@ class PoolLayout:
                 f"segment_start_BN has shape {tuple(segment_start_BN.shape)} and segment_end_BN "
                 f"{tuple(segment_end_BN.shape)}; accepted are equal shapes [batch, segments >= 1]"
             )
+        check_device(segment_start_BN.device, segment_end_BN=segment_end_BN)
         check_positive("pool_size", pool_size)
-        if num_tokens < 0 or first_pool_id < 0 or first_pool_id + num_tokens // pool_size > 2**31:
+        check_natural("num_tokens", num_tokens)
+        check_natural("first_pool_id", first_pool_id)
+        if first_pool_id + num_tokens // pool_size > 2**31:
             raise ValueError(
-                f"num_tokens is {num_tokens} and first_pool_id {first_pool_id}; accepted are integers >= 0 "
-                "whose pool ids fit int32"
+                f"num_tokens is {num_tokens} and first_pool_id {first_pool_id}; accepted are sizes whose pool ids fit "
+                "int32"
             )
         start = segment_start_BN.long().contiguous()
         end = segment_end_BN.long().contiguous()
         previous_end = torch.cat([torch.zeros_like(end[:, :1]), end[:, :-1]], dim=1)
-        if not bool(((start >= previous_end) & (end >= start) & (end <= num_tokens)).all()):
+        bad = (start < previous_end) | (end < start) | (end > num_tokens)
+        if bool(bad.any()):
+            sample, index = (int(i) for i in bad.nonzero()[0])
             raise ValueError(
-                f"segments [{start.tolist()}, {end.tolist()}) are not ascending, disjoint and inside "
+                f"segment {index} of sample {sample} is [{int(start[sample, index])}, {int(end[sample, index])}) "
+                f"after {int(previous_end[sample, index])}: segments are not ascending, disjoint and inside "
                 f"[0, {num_tokens}); accepted are 0 <= start[i] <= end[i] <= start[i + 1] and end <= num_tokens"
             )
         pools = (end - start) // pool_size
@@ -102,6 +110,8 @@ class PoolLayout:
         cls, num_tokens: int, *, pool_size: int, batch: int = 1, device: torch.device | str | None = None
     ) -> PoolLayout:
         """One unpadded document of `num_tokens` tokens in each of `batch` samples."""
+        check_natural("num_tokens", num_tokens)
+        check_positive("batch", batch)
         start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         return cls.from_segments(start, start + num_tokens, num_tokens=num_tokens, pool_size=pool_size)
 
@@ -111,10 +121,10 @@ class PoolLayout:
 
         Raises: TypeError unless bool, ValueError for a mask with a hole (the tail would have no meaning).
         """
-        if valid_BT.dtype != torch.bool or valid_BT.ndim != 2:
-            raise TypeError(
-                f"valid_BT is {valid_BT.dtype} of shape {tuple(valid_BT.shape)}; accepted is bool [batch, tokens]"
-            )
+        if not isinstance(valid_BT, Tensor) or valid_BT.dtype != torch.bool:
+            raise TypeError(f"valid_BT is {kind_of(valid_BT)}; accepted is a torch.bool tensor")
+        if valid_BT.ndim != 2:
+            raise ValueError(f"valid_BT has shape {tuple(valid_BT.shape)}; accepted is [batch, tokens]")
         num_tokens = valid_BT.shape[1]
         count = valid_BT.sum(1, keepdim=True)
         position = torch.arange(num_tokens, device=valid_BT.device)
@@ -137,8 +147,13 @@ class PoolLayout:
         `num_tokens` is the pack's length where padding follows the last document.
         """
         check_integer("cu_seqlens", cu_seqlens, ndim=1)
+        check_positive("batch", batch)
         if cu_seqlens.numel() < 2 or int(cu_seqlens[0]) != 0:
-            raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()}; accepted are at least two values, the first 0")
+            begin = cu_seqlens[:2].tolist()
+            raise ValueError(
+                f"cu_seqlens holds {cu_seqlens.numel()} values, {begin} at its head; accepted are at least two, the "
+                "first 0"
+            )
         total = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
         boundary = cu_seqlens.long().expand(batch, -1)
         return cls.from_segments(boundary[:, :-1], boundary[:, 1:], num_tokens=total, pool_size=pool_size)
@@ -173,6 +188,7 @@ class PoolLayout:
 
     def _locate(self, position_S: Tensor) -> tuple[Tensor, Tensor]:
         check_integer("position_S", position_S, ndim=1)
+        check_device(self.device, position_S=position_S)
         position = position_S.long().expand(self.batch, -1).contiguous()
         segment = torch.searchsorted(self.segment_start_BN, position, right=True) - 1
         inside = segment >= 0
@@ -180,6 +196,12 @@ class PoolLayout:
         inside &= position < self.segment_end_BN.gather(1, segment)
         seen = (position + 1 - self.segment_start_BN.gather(1, segment)) * inside
         return self.segment_first_pool_BN.gather(1, segment), seen
+
+
+def check_layout(layout: PoolLayout) -> None:
+    """Refuse anything but a `PoolLayout`."""
+    if not isinstance(layout, PoolLayout):
+        raise TypeError(f"layout is {kind_of(layout)}; accepted is a PoolLayout")
 
 
 @torch.no_grad()
@@ -196,6 +218,7 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
 
     Source: transformers' `Glm5NextTextIndexer.get_pooled_states`.
     """
+    check_layout(layout)
     check_floating("key_TBD", key_TBD, (layout.num_tokens, layout.batch, None))
     check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
     check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
@@ -256,8 +279,9 @@ def expand_selection(
 
 def check_selection(selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor) -> None:
     """Refuse what cannot be a selection of this layout, before anything is indexed with it."""
-    if selection_BSK.dtype != torch.int32:
-        raise TypeError(f"selection_BSK is {selection_BSK.dtype}; accepted is torch.int32")
+    check_layout(layout)
+    if not isinstance(selection_BSK, Tensor) or selection_BSK.dtype != torch.int32:
+        raise TypeError(f"selection_BSK is {kind_of(selection_BSK)}; accepted is torch.int32")
     check_integer("position_S", position_S, ndim=1)
     if selection_BSK.ndim != 3 or selection_BSK.shape[:2] != (layout.batch, position_S.shape[0]):
         raise ValueError(
@@ -330,36 +354,3 @@ def _exp_of_nonpositive(x: Tensor) -> Tensor:
     # A NaN has no integer exponent; any will do, since the series is NaN as well.
     exponent = n.nan_to_num_(0.0).to(torch.int32)
     return series.mul_(((exponent + 127) << 23).view(torch.float32))
-
-
-def check_integer(name: str, tensor: Tensor, *, ndim: int) -> None:
-    """Refuse anything but an integer tensor of `ndim` dimensions."""
-    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} is {kind}; accepted is a torch.int32 or torch.int64 tensor")
-    if tensor.ndim != ndim:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted are {ndim} dimensions")
-
-
-def check_device(device: torch.device, **tensors: Tensor) -> None:
-    """Refuse tensors that are not on the device of the layout."""
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted is the layout's device, {device}")
-
-
-def check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
-    """Refuse anything but a floating-point tensor of this shape, None standing for any size."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} is {kind}; accepted is a floating-point tensor")
-    matches = tensor.ndim == len(shape)
-    matches = matches and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
-    if not matches:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted is {list(shape)} (None: any)")
-
-
-def check_positive(name: str, value: int) -> None:
-    """Refuse anything but an integer of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; accepted is an integer >= 1")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_dsa.kpool import check_positive
+from mcore_dsa.checks import check_positive
 from mcore_dsa.precision import full_precision
 
 

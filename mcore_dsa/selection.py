@@ -20,7 +20,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mcore_dsa.kpool import PoolLayout, check_device, check_integer, check_positive
+from mcore_dsa.checks import check_device, check_integer, check_positive
+from mcore_dsa.kpool import PoolLayout
 from mcore_dsa.precision import full_precision
 from mcore_dsa.scoring import Tile, TileScorer, tile_fingerprint, tile_for
 from mcore_dsa.topk import COLUMN_BYTES, KEPT_BYTES, RunningTopK

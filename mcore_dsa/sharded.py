@@ -12,16 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_dsa.checks import check_device, check_floating, check_integer, check_positive
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
-from mcore_dsa.kpool import (
-    PoolLayout,
-    check_device,
-    check_floating,
-    check_integer,
-    check_positive,
-    compress_keys,
-    expand_selection,
-)
+from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
 from mcore_dsa.rows import RowPartition
 from mcore_dsa.selection import DEFAULT_SCORE_BYTES, SelectionCounters, select_pools
 

@@ -15,6 +15,7 @@ ORDER = (
     "geometry",
     "precision",
     "rows",
+    "checks",
     "kpool",
     "reference",
     "kernels",

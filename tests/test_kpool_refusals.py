@@ -29,7 +29,11 @@ def ids(*rows: list[int]) -> Tensor:
         (ids([0]), ids([0]), {"num_tokens": -1}, ValueError, "num_tokens is -1"),
         (ids([0]), ids([8]), {"pool_size": 0}, ValueError, "pool_size is 0; accepted is an integer >= 1"),
         (ids([0]), ids([8]), {"pool_size": 2.0}, ValueError, "pool_size is 2.0"),
-        (ids([0]), ids([8]), {"first_pool_id": -1}, ValueError, "first_pool_id -1"),
+        (ids([0]), ids([8]), {"first_pool_id": -1}, ValueError, "first_pool_id is -1"),
+        (ids([0]), ids([8]), {"first_pool_id": 1.5}, ValueError, "first_pool_id is 1.5"),
+        (ids([0]), ids([8]), {"num_tokens": 8.0}, ValueError, "num_tokens is 8.0; accepted is an integer >= 0"),
+        (ids([0]), ids([8]), {"num_tokens": True}, ValueError, "num_tokens is True"),
+        (ids([0]), ids([8]).to("meta"), {}, ValueError, "segment_end_BN is on meta; accepted is"),
         (ids([0]), ids([8]), {"first_pool_id": 2**31 - 1}, ValueError, "whose pool ids fit int32"),
     ],
 )
@@ -41,8 +45,9 @@ def test_from_segments(start, end, options: dict, kind: type[Exception], match: 
 @pytest.mark.parametrize(
     ("valid", "kind", "match"),
     [
-        (ids([1, 1]), TypeError, r"valid_BT is torch.int64 of shape \(1, 2\); accepted is bool \[batch, tokens\]"),
-        (ids([1, 1])[0].bool(), TypeError, r"valid_BT is torch.bool of shape \(2,\)"),
+        (ids([1, 1]), TypeError, "valid_BT is torch.int64; accepted is a torch.bool tensor"),
+        ([[True]], TypeError, "valid_BT is list; accepted is a torch.bool tensor"),
+        (ids([1, 1])[0].bool(), ValueError, r"valid_BT has shape \(2,\); accepted is \[batch, tokens\]"),
         (ids([1, 1, 1], [1, 0, 1], [0, 1, 0]).bool(), ValueError, r"hole between valid tokens in samples \[1\]"),
     ],
 )
@@ -54,8 +59,11 @@ def test_from_padding_mask(valid: Tensor, kind: type[Exception], match: str) -> 
 @pytest.mark.parametrize(
     ("cu_seqlens", "options", "kind", "match"),
     [
-        (ids([0])[0], {}, ValueError, r"cu_seqlens is \[0\]; accepted are at least two values, the first 0"),
-        (ids([1, 4])[0], {}, ValueError, r"cu_seqlens is \[1, 4\]"),
+        (ids([0])[0], {}, ValueError, r"holds 1 values, \[0\] at its head; accepted are at least two"),
+        (ids([1, 4])[0], {}, ValueError, r"\[1, 4\] at its head; accepted are at least two, the first 0"),
+        (ids([0, 4])[0], {"batch": -1}, ValueError, "batch is -1; accepted is an integer >= 1"),
+        # Many documents: the message names the bad one and does not list them all.
+        (torch.arange(10_000).flip(0).roll(1), {}, ValueError, r"^.{,250}$"),
         (ids([0, 5, 4])[0], {}, ValueError, "are not ascending"),
         (ids([0, 5])[0], {"num_tokens": 4}, ValueError, r"inside \[0, 4\)"),
         (ids([0, 5]), {}, ValueError, r"cu_seqlens has shape \(1, 2\); accepted are 1 dimensions"),
@@ -66,6 +74,24 @@ def test_from_padding_mask(valid: Tensor, kind: type[Exception], match: str) -> 
 def test_from_cu_seqlens(cu_seqlens, options: dict, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         PoolLayout.from_cu_seqlens(cu_seqlens, pool_size=4, **options)
+
+
+def test_dense_and_what_is_no_layout() -> None:
+    for options in ({"batch": -1}, {"batch": 0}, {"batch": 1.0}, {"pool_size": True}):
+        with pytest.raises(ValueError, match=r"(batch|pool_size) is .*; accepted is an integer >= 1"):
+            PoolLayout.dense(8, **({"pool_size": 4} | options))
+    key = torch.zeros(8, 1, 2)
+    with pytest.raises(TypeError, match="layout is NoneType; accepted is a PoolLayout"):
+        compress_keys(key, key, torch.zeros(4, 2), None)
+    with pytest.raises(TypeError, match="layout is list; accepted is a PoolLayout"):
+        expand_selection(torch.zeros(1, 1, 1, dtype=torch.int32), [], torch.zeros(1).long(), always_select_tail=True)
+    layout = PoolLayout.dense(8, pool_size=4)
+    with pytest.raises(TypeError, match=r"selection_BSK is list; accepted is torch.int32"):
+        expand_selection([[[0]]], layout, torch.zeros(1).long(), always_select_tail=True)
+    with pytest.raises(TypeError, match=r"key_TBD is torch.float8_e4m3fn; accepted is a floating-point tensor of 16"):
+        compress_keys(key.to(torch.float8_e4m3fn), key, torch.zeros(4, 2), layout)
+    with pytest.raises(ValueError, match="position_S is on meta; accepted is the layout's device, cpu"):
+        layout.visible(torch.zeros(2, dtype=torch.int64, device="meta"))
 
 
 @pytest.mark.parametrize("position", [torch.zeros(2), torch.zeros(1, 2).long(), [0, 1]])

@@ -1,0 +1,50 @@
+"""Refusals that name argument, value and what is accepted: TypeError for another kind, ValueError for the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def kind_of(value: object) -> str:
+    """What stands in a message for something that is of the wrong kind."""
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_integer(name: str, tensor: Tensor, *, ndim: int) -> None:
+    """Refuse anything but an integer tensor of `ndim` dimensions."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {kind_of(tensor)}; accepted is a torch.int32 or torch.int64 tensor")
+    if tensor.ndim != ndim:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted are {ndim} dimensions")
+
+
+def check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Refuse anything but a 16 to 64 bit floating-point tensor of this shape, None standing for any size."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATING:
+        raise TypeError(f"{name} is {kind_of(tensor)}; accepted is a floating-point tensor of 16, 32 or 64 bits")
+    matches = tensor.ndim == len(shape)
+    matches = matches and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
+    if not matches:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted is {list(shape)} (None: any)")
+
+
+def check_device(device: torch.device, **tensors: Tensor) -> None:
+    """Refuse tensors that are not on the device of the layout."""
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted is the layout's device, {device}")
+
+
+def check_positive(name: str, value: int) -> None:
+    """Refuse anything but an integer of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; accepted is an integer >= 1")
+
+
+def check_natural(name: str, value: int) -> None:
+    """Refuse anything but an integer of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {value!r}; accepted is an integer >= 0")
