@@ -54,7 +54,7 @@ def case() -> Case:
         ("selection", lambda x: x[0], ValueError, r"selection_BSK has shape \(21, 3\); accepted is \[2, 21, budget\]"),
         ("selection", lambda x: x.transpose(0, 1), ValueError, r"selection_BSK has shape \(21, 2, 3\)"),
         ("selection", lambda x: x.to("meta"), ValueError, "selection_BSK is on meta"),
-        ("layout", lambda x: 4, TypeError, "layout int; accepted are a tensor and a PoolLayout"),
+        ("layout", lambda x: 4, TypeError, "layout is int; accepted is a PoolLayout"),
         ("layout", lambda x: PoolLayout.dense(20, pool_size=4, batch=2), ValueError, "kv_TBC has shape .* accepted is"),
         ("layout", lambda x: PoolLayout.dense(21, pool_size=4), ValueError, "selection_BSK has shape"),
         ("position", lambda x: x.float(), TypeError, "position_S is torch.float32"),
