@@ -75,14 +75,17 @@ def config(**overrides: Any) -> KPoolDSATransformerConfig:
 
 
 def gpt(cfg: KPoolDSATransformerConfig, **arguments: Any) -> Any:
-    return kpool_dsa_gpt_model(cfg, vocab_size=VOCAB, max_sequence_length=ROWS, **_ends(), **arguments)
+    """On the rank's device, which is the CPU under the patches for machines without CUDA."""
+    model = kpool_dsa_gpt_model(cfg, vocab_size=VOCAB, max_sequence_length=ROWS, **_ends(), **arguments)
+    return model.to(torch.cuda.current_device())
 
 
 def hybrid(cfg: KPoolDSATransformerConfig, pattern: str = "D-D-") -> Any:
     """`cfg.num_layers` is the number of letters in the pattern."""
-    return kpool_dsa_hybrid_model(
+    model = kpool_dsa_hybrid_model(
         cfg, vocab_size=VOCAB, max_sequence_length=ROWS, hybrid_layer_pattern=pattern, **_ends()
     )
+    return model.to(torch.cuda.current_device())
 
 
 def _ends() -> dict[str, bool]:
@@ -99,7 +102,8 @@ def attentions(model: torch.nn.Module) -> list[KPoolDSAttention]:
 def tokens(step: int = 0) -> torch.Tensor:
     """`[BATCH, ROWS + 1]` ids that depend on the step and on the data-parallel rank; some are frequent."""
     generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
-    return (torch.rand(BATCH, ROWS + 1, generator=generator).pow(4) * VOCAB).long()
+    ids = (torch.rand(BATCH, ROWS + 1, generator=generator).pow(4) * VOCAB).long()
+    return ids.to(torch.cuda.current_device())
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def test_bad_partitions_are_refused() -> None:
             RowPartition.zigzag(4, 2).slices(rank)
 
 
-def exchange(rows: int) -> None:
+def exchange(rows: int, device: str = "cpu") -> None:
     """Rows of several dtypes reach the rank that owns them, in its order, by one all-to-all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     every = [
@@ -87,7 +87,7 @@ def exchange(rows: int) -> None:
         torch.arange(rows, dtype=torch.float32).view(rows, 1) + 0.25,
         torch.arange(rows * 3, dtype=torch.int32).view(rows, 3),
     ]
-    mine = [tensor[rank * rows // ranks : (rank + 1) * rows // ranks] for tensor in every]
+    mine = [tensor[rank * rows // ranks : (rank + 1) * rows // ranks].to(device) for tensor in every]
     calls = 0
     original = dist.all_to_all_single
 
@@ -104,7 +104,8 @@ def exchange(rows: int) -> None:
         index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
         for got, tensor in zip(owned, every, strict=True):
             assert got.dtype == tensor.dtype
-            assert torch.equal(got, tensor[index])
+            assert got.device == mine[0].device
+            assert torch.equal(got.cpu(), tensor[index])
         assert calls == (0 if kind == "contiguous" or ranks == 1 else 1)
     partition = RowPartition.zigzag(rows, ranks)
     with pytest.raises(ValueError, match="accepted are equal parts over"):
@@ -116,13 +117,14 @@ def test_rows_are_exchanged(ranks: int) -> None:
     run_ranks(exchange, ranks, 12 * ranks)
 
 
-def selection_over_ranks(rows: int, cuts: list[int], data: str, piece: int) -> None:
+def selection_over_ranks(rows: int, cuts: list[int], data: str, piece: int, device: str = "cpu") -> None:
     """Every partition, with and without overlap, gives every rank the bits of the unsharded selection."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sharded.OVERLAP_ROWS = piece
-    layout = PoolLayout.from_cu_seqlens(torch.tensor(cuts), num_tokens=rows, pool_size=POOL_SIZE, batch=2)
-    q, weights, key = numbers(data, rows, layout.num_pools, 2, 8, 16, seed=rows)
-    position = torch.arange(rows)
+    cu_seqlens = torch.tensor(cuts, device=device)
+    layout = PoolLayout.from_cu_seqlens(cu_seqlens, num_tokens=rows, pool_size=POOL_SIZE, batch=2)
+    q, weights, key = (x.to(device) for x in numbers(data, rows, layout.num_pools, 2, 8, 16, seed=rows))
+    position = torch.arange(rows, device=device)
     whole = select_pools(q, weights, key, layout, budget=BUDGET)
     lengths = [stop - start for start, stop in pairwise(cuts)]
     for kind in KINDS:
