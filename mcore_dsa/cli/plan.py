@@ -1,0 +1,227 @@
+"""``mcore-dsa plan``: a layer's tensors and its selection on each tensor-parallel rank, by arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import fill
+from typing import Any, get_args
+
+from mcore_dsa.cli.context import CONTEXT_PARTITIONS, busiest_group
+from mcore_dsa.cli.outcome import WIDTH, Outcome, table
+from mcore_dsa.geometry import DsaGeometry
+from mcore_dsa.settings import Partition
+from mcore_dsa.tp_plan import DsaTpPlan
+from mcore_dsa.work import best_partition, selection_work
+
+type Report = dict[str, Any]
+
+# What a partition is compared with: every rank selects for every row.
+_OFF = "off"
+# Pool ids are int32, so that a pack has fewer pools than this.
+_POOLS = 2**31
+
+
+def plan(
+    config: str, tp: int, cp: int, seq: int, segments: str | None, partition: Partition | None, plot: str | None
+) -> Outcome:
+    """The plan of one layer; see the command's help for the arguments.
+
+    Raises:
+        OSError, ValueError: a file cannot be read or written, or what it holds, or an option, does not fit.
+    """
+    geometry = DsaGeometry.from_config(config)
+    lengths = _lengths(seq, segments)
+    if seq // geometry.index_kpool >= _POOLS:
+        raise ValueError(f"--seq must make fewer than {_POOLS} pools of {geometry.index_kpool} tokens, got {seq}")
+    report: Report = {
+        "config": config,
+        "tp": tp,
+        "cp": cp,
+        "seq": seq,
+        "documents": len(lengths),
+        **_weights(geometry, tp),
+        "selection": _selection(geometry, lengths, tp, cp, partition),
+    }
+    if plot is not None:
+        _draw(report["selection"], plot)
+        report["plot"] = plot
+    return Outcome(report, lambda: _text(report))
+
+
+def _lengths(seq: int, segments: str | None) -> list[int]:
+    if segments is None:
+        return [seq]
+    words = Path(segments).read_text(encoding="utf-8", errors="replace").split()
+    bad = [word for word in words if not (word.isdecimal() and len(word) < 20 and int(word) > 0)]
+    if bad or not words:
+        got = repr(bad[0]) if bad else "none"
+        raise ValueError(f"--segments must name a file of positive integers, got {got} in {segments}")
+    lengths = [int(word) for word in words]
+    if sum(lengths) != seq:
+        raise ValueError(f"--segments must add up to --seq {seq}, got {sum(lengths)} in {segments}")
+    return lengths
+
+
+def _weights(geometry: DsaGeometry, tp: int) -> Report:
+    plans = [DsaTpPlan(rank, tp, geometry) for rank in range(tp)]
+    first = plans[0]
+    tensors = [
+        {
+            "name": tensor.name,
+            "shard": tensor.kind.value,
+            "elem_bytes": tensor.elem_bytes,
+            "full_shape": tensor.full_shape,
+            "full_bytes": tensor.full_bytes,
+            "local_shape": tensor.local_shape,
+            "local_bytes": tensor.local_bytes,
+            "src_row_offsets": [plan.tensors[position].src_row_offset for plan in plans],
+            "src_col_offsets": [plan.tensors[position].src_col_offset for plan in plans],
+        }
+        for position, tensor in enumerate(first.tensors)
+    ]
+    layer = {
+        "local": first.local_bytes,
+        "full": first.full_bytes,
+        "replicated": first.replicated_bytes,
+        "ape_in_fp32": first.ape_widening_bytes,
+    }
+    counts = {"layer": 1, "dsa_layers": len(geometry.dsa_layers), "mtp_blocks": geometry.num_nextn_predict_layers}
+    sizes = {name: {"layers": n, **{key: n * size for key, size in layer.items()}} for name, n in counts.items()}
+    return {"tensors": tensors, "bytes": sizes, "needs_output_all_reduce": first.needs_output_all_reduce}
+
+
+def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, partition: Partition | None) -> Report:
+    best = None
+    if cp == 1:
+        best = best_partition(lengths, geometry, group_size=tp)
+        ranks = {kind: _ranks(geometry, lengths, tp, kind) for kind in (None, *get_args(Partition))}
+    elif partition is None or partition in CONTEXT_PARTITIONS:
+        ranks = _context_ranks(geometry, lengths, tp, cp)
+    else:
+        raise ValueError(f"--partition with --cp {cp} must be {' or '.join(CONTEXT_PARTITIONS)}, got {partition}")
+    unsharded = max(rank["flops"] for rank in ranks[None])
+    return {
+        "best": best,
+        "partition": partition or best or "contiguous",
+        "partitions": {kind or _OFF: _of_partition(of_ranks, unsharded) for kind, of_ranks in ranks.items()},
+    }
+
+
+def _ranks(geometry: DsaGeometry, lengths: Sequence[int], tp: int, kind: Partition | None) -> list[Report]:
+    return [asdict(rank) for rank in selection_work(lengths, geometry, group_size=tp, partition=kind).ranks]
+
+
+def _context_ranks(
+    geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int
+) -> dict[Partition | None, list[Report]]:
+    pair_flops = 2 * geometry.index_n_heads * geometry.index_head_dim
+    return {
+        kind: [
+            {
+                "rows": rows,
+                "visible_pairs": visible,
+                "scored_pairs": scored,
+                "flops": pair_flops * scored,
+                "received_bytes": None,
+                "peak_bytes": None,
+            }
+            for rows, visible, scored in ranks
+        ]
+        for kind, ranks in busiest_group(lengths, geometry, tp=tp, cp=cp).items()
+    }
+
+
+def _of_partition(ranks: Sequence[Report], unsharded: int) -> Report:
+    """``unsharded`` are the FLOPs of the busiest rank with the flag off."""
+    flops = [rank["flops"] for rank in ranks]
+    return {
+        "busiest_over_mean": max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0,
+        "busiest_flops": max(flops),
+        "saved_flops": unsharded - max(flops),
+        "saved_share": 1 - max(flops) / unsharded if unsharded else 0.0,
+        "ranks": list(ranks),
+    }
+
+
+def _text(report: Report) -> str:
+    documents = f"{report['documents']:,} document{'s' if report['documents'] != 1 else ''}"
+    title = f"{report['config']}: TP {report['tp']}, CP {report['cp']}, {report['seq']:,} tokens in {documents}"
+    return "\n\n".join(
+        [fill(title, WIDTH, break_long_words=False), *_weights_text(report), *_selection_text(report["selection"])]
+    )
+
+
+def _weights_text(report: Report) -> list[str]:
+    tensors = [
+        (
+            tensor["name"],
+            tensor["shard"],
+            list(tensor["full_shape"]),
+            list(tensor["local_shape"]),
+            tensor["local_bytes"],
+            tensor["full_bytes"],
+        )
+        for tensor in report["tensors"]
+    ]
+    labels = {"layer": "a layer", "dsa_layers": "all DSA layers", "mtp_blocks": "multi-token-prediction blocks"}
+    sizes = [(labels[name], *size.values()) for name, size in report["bytes"].items()]
+    return [
+        "A DSA layer in BF16: rank r holds the r-th part of the rows or columns of a sharded tensor\n"
+        + table(("self_attn.", "shard", "whole", "part", "bytes of part", "of whole"), tensors, text_columns=2),
+        "Bytes on a rank, and beyond them those of ape in fp32, as the model keeps it\n"
+        + table(("", "layers", "on a rank", "whole", "replicated", "ape in fp32"), sizes, text_columns=1),
+    ]
+
+
+def _selection_text(selection: Report) -> list[str]:
+    partitions = [
+        (
+            name + (" (best)" if name == selection["best"] else ""),
+            _figure(entry["busiest_flops"]),
+            f"{entry['busiest_over_mean']:.3f}",
+            f"{_figure(entry['saved_flops'])} ({entry['saved_share']:.1%})",
+            *(_greatest(entry["ranks"], key) for key in ("received_bytes", "peak_bytes")),
+        )
+        for name, entry in selection["partitions"].items()
+    ]
+    ranks = [
+        (rank, of["rows"], of["scored_pairs"], _figure(of["flops"]), of["received_bytes"], of["peak_bytes"])
+        for rank, of in enumerate(selection["partitions"][selection["partition"]]["ranks"])
+    ]
+    titles = ("partition", "FLOPs", "over mean", "FLOPs saved", "bytes received", "peak bytes")
+    return [
+        "Selection in one forward of a layer: the greatest of all ranks, and what its busiest rank saves against off\n"
+        + table(titles, partitions, text_columns=1),
+        f"The same on each rank, {selection['partition']}\n"
+        + table(("rank", "rows", "scored pairs", *titles[1:2], *titles[4:]), ranks, text_columns=0),
+    ]
+
+
+def _figure(flops: int) -> str:
+    return f"{flops:.3e}"
+
+
+def _greatest(ranks: Sequence[Report], key: str) -> int | None:
+    return None if ranks[0][key] is None else max(rank[key] for rank in ranks)
+
+
+def _draw(selection: Report, path: str) -> None:
+    """Work of each rank under each partition; with the flag off every rank has all of it, far above the others."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
+    axes = figure.subplots()
+    partitions = {name: entry for name, entry in selection["partitions"].items() if name != _OFF}
+    width = 0.8 / len(partitions)
+    for position, (name, entry) in enumerate(partitions.items()):
+        flops = [rank["flops"] for rank in entry["ranks"]]
+        left = [rank - 0.4 + position * width for rank in range(len(flops))]
+        label = f"{name}: busiest rank {entry['busiest_over_mean']:.2f} times the mean"
+        axes.bar(left, flops, width, align="edge", label=label)
+    axes.set(xlabel="tensor-parallel rank", ylabel="FLOPs of scored pairs, one layer's forward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,35 @@
+"""``mcore-dsa verify``: a checkpoint's headers against its configuration."""
+
+from __future__ import annotations
+
+from textwrap import fill
+
+from mcore_dsa.binding import CheckpointBinding
+from mcore_dsa.binding import verify as verify_checkpoint
+from mcore_dsa.cli.outcome import WIDTH, Outcome
+
+# As wide as the longest kind of fault, and two.
+_INDENT = 18 * " "
+
+
+def verify(path: str, config: str | None) -> Outcome:
+    """All faults of a checkpoint; see the command's help for the arguments."""
+    return outcome_of(verify_checkpoint(path, config))
+
+
+def outcome_of(binding: CheckpointBinding) -> Outcome:
+    """A verified checkpoint as an answer."""
+    return Outcome(binding.to_dict(), lambda: _text(binding), ok=not binding.faults)
+
+
+def _text(binding: CheckpointBinding) -> str:
+    # Names stay whole, so that they can be searched for.
+    lines = [fill(str(binding).splitlines()[0], WIDTH, break_long_words=False, break_on_hyphens=False)]
+    for fault in binding.faults:
+        where = f", in {fault.file}" if fault.file else ""
+        detail = f"expected {fault.expected}, found {fault.found}{where}"
+        lines += [
+            f"{fault.kind:{len(_INDENT)}}{fault.tensor}".rstrip(),
+            fill(detail, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False),
+        ]
+    return "\n".join(lines)

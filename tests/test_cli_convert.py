@@ -1,0 +1,219 @@
+"""The command line: verifying checkpoints, converting them, and that no folder is ever left incomplete."""
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from command_line import command, tiny_checkpoint
+from hf_checkpoints import (
+    DSA_LAYERS,
+    MTP_LAYER,
+    PREFIX,
+    TINY,
+    checkpoint_tensors,
+    full,
+    layer_shapes,
+    tiny_config,
+    write_checkpoint,
+)
+from safetensors.torch import load_file, save_file
+
+from mcore_dsa.binding import MEGATRON_NAMES, DsaStorage, verify
+from mcore_dsa.checkpoint import load_attention
+from mcore_dsa.tp_plan import DsaTpPlan
+
+LAYERS = [*DSA_LAYERS, MTP_LAYER]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return tiny_checkpoint(tmp_path)
+
+
+def test_a_sound_checkpoint_is_verified(checkpoint: Path, tmp_path: Path) -> None:
+    status, out, err = command("verify", checkpoint)
+    assert (status, err) == (0, "")
+    assert "no fault" in out
+    assert json.loads(command("verify", checkpoint, "--json")[1]) == json.loads(
+        json.dumps(verify(checkpoint).to_dict())
+    )
+    elsewhere = tmp_path / "elsewhere.json"
+    (checkpoint / "config.json").rename(elsewhere)
+    assert command("verify", checkpoint)[0] == 2
+    assert command("verify", checkpoint, "--config", elsewhere)[0] == 0
+
+
+def test_a_faulty_checkpoint_is_reported_with_one(tmp_path: Path) -> None:
+    config = tiny_config()
+    tensors = checkpoint_tensors(config)
+    del tensors[full("indexer.k_norm.bias")]
+    tensors[full("o_proj.weight", layer=1)] = tensors[full("o_proj.weight", layer=1)].T
+    write_checkpoint(tmp_path / "bad", config, tensors)
+    target = tmp_path / "target"
+    for words in (["verify", tmp_path / "bad"], ["convert", "hf2mcore", tmp_path / "bad", target, "--tp", 2]):
+        status, out, err = command(*words)
+        assert (status, err) == (1, "")
+        assert full("indexer.k_norm.bias") in out
+        assert full("o_proj.weight", layer=1) in out
+        status, out, err = command(*words, "--json")
+        assert (status, err) == (1, "")
+        assert json.loads(out) == json.loads(json.dumps(verify(tmp_path / "bad").to_dict()))
+    template = ["convert", "mcore2hf", tmp_path / "ranks", target, "--template", tmp_path / "bad"]
+    sound = write_checkpoint(tmp_path / "good", config, checkpoint_tensors(config))
+    assert command("convert", "hf2mcore", sound, tmp_path / "ranks", "--tp", 2)[0] == 0
+    assert command(*template)[0] == 1
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_ranks_hold_what_they_load_and_go_back_to_the_byte(checkpoint: Path, tmp_path: Path, tp: int) -> None:
+    ranks, back, alone = (tmp_path / name for name in ("ranks", "back", "alone"))
+    status, out, _ = command("convert", "hf2mcore", checkpoint, ranks, "--tp", tp, "--json")
+    report = json.loads(out)
+    assert (status, report["layers"], report["tp"]) == (0, LAYERS, tp)
+    assert sorted(path.name for path in ranks.iterdir()) == sorted(["config.json", *report["files"]])
+    binding = verify(checkpoint)
+    for rank, file in enumerate(report["files"]):
+        held = load_file(ranks / file)
+        assert len(held) == 14 * len(LAYERS)
+        for layer in LAYERS:
+            for name, tensor in load_attention(binding, layer, DsaTpPlan(rank, tp, binding.geometry)).items():
+                assert torch.equal(held[f"layers.{layer}.self_attention.{name}"], tensor)
+    assert command("convert", "mcore2hf", ranks, back, "--template", checkpoint)[0] == 0
+    files = sorted(path.name for path in checkpoint.iterdir())
+    assert filecmp.cmpfiles(checkpoint, back, files, shallow=False) == (files, [], [])
+    status, out, _ = command("convert", "mcore2hf", ranks, alone, "--json")
+    assert (status, json.loads(out)["layers"]) == (0, LAYERS)
+    assert not verify(alone).faults
+    written = {name: tensor for file in alone.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    whole = checkpoint_tensors(tiny_config())
+    assert written.keys() == {full(name, layer) for layer in LAYERS for name in layer_shapes(TINY)}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in written.items())
+
+
+def test_a_range_of_layers_goes_into_a_template_alone(checkpoint: Path, tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    assert command("convert", "hf2mcore", checkpoint, ranks, "--tp", 2, "--layers", "2-3")[0] == 0
+    assert {name.split(".")[1] for file in ranks.glob("*.safetensors") for name in load_file(file)} == {"3"}
+    assert command("convert", "mcore2hf", ranks, tmp_path / "back", "--template", checkpoint)[0] == 0
+    status, _, err = command("convert", "mcore2hf", ranks, tmp_path / "alone")
+    assert status == 2
+    assert "--template must be given where DSA layers are missing, as are [1]" in err
+    single = tmp_path / "single"
+    assert command("convert", "hf2mcore", checkpoint, single, "--tp", 1, "--layers", "1")[0] == 0
+    assert len(load_file(single / "tp-00000-of-00001.safetensors")) == 14
+
+
+@pytest.mark.parametrize("storage", [DsaStorage.FP8, DsaStorage.F32, DsaStorage.NVFP4])
+def test_other_storages_come_back_as_what_ranks_hold(tmp_path: Path, storage: DsaStorage) -> None:
+    config = tiny_config(storage)
+    tensors = checkpoint_tensors(config, storage, layers=DSA_LAYERS, prefix="model.")
+    source = write_checkpoint(tmp_path / "source", config, tensors)
+    assert command("convert", "hf2mcore", source / "model.safetensors", tmp_path / "ranks", "--tp", 2)[0] == 0
+    assert command("convert", "mcore2hf", tmp_path / "ranks", tmp_path / "back")[0] == 0
+    binding, back = verify(source), verify(tmp_path / "back")
+    assert not back.faults
+    assert back.prefix == "model."
+    assert back.storage is (DsaStorage.F32 if storage is DsaStorage.F32 else DsaStorage.BF16)
+    for layer in DSA_LAYERS:
+        ours, theirs = (load_attention(each, layer, DsaTpPlan(1, 2, each.geometry)) for each in (binding, back))
+        assert all(torch.equal(ours[name], theirs[name]) for name in MEGATRON_NAMES.values())
+
+
+def damaged(ranks: Path, how: str) -> str:
+    """Damage one of two files, rank 1's; what is to be found in the report."""
+    file = ranks / "tp-00001-of-00002.safetensors"
+    tensors = load_file(file)
+    metadata = {"format": "pt", "tp_rank": "1", "tp_size": "2", "storage": "BF16", "prefix": PREFIX}
+    norm = "layers.3.self_attention.q_layernorm.weight"
+    if how == "absent":
+        file.unlink()
+        return "expected ranks 0 to 1, found [0]"
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-7])
+        return f"{file.name}: truncated"
+    if how == "twice":
+        shutil.copyfile(ranks / "tp-00000-of-00002.safetensors", file)
+        return f"{file.name}: rank 0, and so is tp-00000-of-00002.safetensors"
+    found = {
+        "no metadata": "its metadata describe no rank",
+        "other storage": f"{file.name}: expected",
+        "drifted": "layer 3: shards: ranks [1] hold q_layernorm.weight otherwise than rank 0",
+        "missing": "layer 3: shards[1] must hold the 14 tensors of a layer; missing or unknown: ['q_layernorm.weight']",
+        "ill-shaped": "layer 3: shards[1]['q_layernorm.weight'] must be torch.bfloat16 [136]",
+        "unknown": f"{file.name}: unexpected model.layers.3.q_layernorm.weight",
+        "other layers": f"{file.name}: expected",
+    }[how]
+    if how == "no metadata":
+        metadata = {"format": "pt"}
+    elif how == "other storage":
+        metadata["storage"] = "F32"
+    elif how == "drifted":
+        tensors[norm][5] += 1
+    elif how == "missing":
+        del tensors[norm]
+    elif how == "ill-shaped":
+        tensors[norm] = tensors[norm][:-1].clone()
+    elif how == "unknown":
+        tensors["model.layers.3.q_layernorm.weight"] = tensors.pop(norm)
+    else:
+        tensors = {name: tensor for name, tensor in tensors.items() if ".4." not in name}
+    save_file(tensors, file, metadata=metadata)
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "absent",
+        "truncated",
+        "twice",
+        "no metadata",
+        "other storage",
+        "drifted",
+        "missing",
+        "ill-shaped",
+        "unknown",
+        "other layers",
+    ],
+)
+def test_faulty_ranks_are_reported_and_nothing_is_written(how: str, checkpoint: Path, tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    assert command("convert", "hf2mcore", checkpoint, ranks, "--tp", 2)[0] == 0
+    found = damaged(ranks, how)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for options in ([], ["--template", checkpoint]):
+        status, out, err = command("convert", "mcore2hf", ranks, tmp_path / "target", *options)
+        assert (status, err) == (1, "")
+        assert found in out
+        status, out, err = command("convert", "mcore2hf", ranks, tmp_path / "target", *options, "--json")
+        assert (status, err) == (1, "")
+        report = json.loads(out)
+        assert report["ok"] is False
+        assert any(found in fault for fault in report["faults"])
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_a_conversion_that_ends_early_leaves_nothing(
+    error: BaseException, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+
+    def fail_in_the_second(tensors: Any, path: Path, metadata: Any) -> None:
+        save_file(tensors, path, metadata=metadata)
+        written.append(path)
+        if len(written) == 2:
+            raise error
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail_in_the_second)
+    status, out, err = command("convert", "hf2mcore", checkpoint, tmp_path / "target", "--tp", 4)
+    assert (status, out) == (130 if isinstance(error, KeyboardInterrupt) else 2, "")
+    assert err.count("\n") == 1
+    assert len(written) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
