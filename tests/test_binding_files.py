@@ -145,6 +145,13 @@ def opens(file: Path) -> bool:
         return False
 
 
+def test_bytes_behind_the_last_tensor_are_reported(three_files: Path) -> None:
+    with (three_files / SECOND).open("ab") as file:
+        file.write(b"\0")
+    binding = refused(three_files, {(FaultKind.UNREADABLE, "")})
+    assert [fault.file for fault in binding.faults] == [SECOND]
+
+
 def test_a_tensor_that_a_header_names_twice_is_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()))
     file = tmp_path / "model.safetensors"
