@@ -49,6 +49,7 @@ def shapes(index_heads: int) -> list[list[Any]]:
     results: list[list[Any]] = []
     for rows, batch in SHAPES:
         ids = torch.randint(0, VOCAB, (batch, rows + 1), generator=torch.Generator().manual_seed(rows))
+        ids = ids.to(torch.cuda.current_device())
         model.zero_grad()
         with taken_selections() as taken:
             loss = model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean()

@@ -228,7 +228,12 @@ def test_a_stock_selection_is_detected() -> None:
     assert "'decoder.layers.0.self_attention.core_attention'" in said["hybrid"]
 
 
-MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "allgather"}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_token_dispatcher_type": "allgather",
+}
 
 
 def train_moe() -> tuple[Run, list[str]]:
