@@ -162,6 +162,8 @@ class JobConfig:
         max_data_bytes: bytes of them to read at most.
         resume: whether to continue from the latest checkpoint in run_dir.
         compare_unsharded: whether to run the same steps again with the indexer unsharded and compare every loss.
+        load_hf: folder of a Hugging Face checkpoint whose DSA layers give the model's attention its initial weights,
+            null for random ones.
     """
 
     run_dir: str
@@ -169,6 +171,7 @@ class JobConfig:
     max_data_bytes: PositiveInt
     resume: bool
     compare_unsharded: bool
+    load_hf: str | None
     model: ModelConfig
     parallel: ParallelConfig
     training: TrainingConfig
@@ -263,6 +266,8 @@ class JobConfig:
         faults += [f"{name}={value}; accepted: 0 to below 1" for name, value in below_one.items() if value >= 1]
         if self.compare_unsharded and self.parallel.tensor == 1:
             faults.append("compare_unsharded=true with parallel.tensor=1; accepted: 2 or more ranks to shard over")
+        if self.load_hf is not None and self.resume:
+            faults.append(f"load_hf={self.load_hf!r}; accepted with resume=true: null, the run's checkpoint has it all")
         return faults
 
 
@@ -294,6 +299,13 @@ def build_parser() -> ArgumentParser:
         action=ActionYesNo(no_prefix="no-"),
         required=True,
         help="Run the same steps again with the indexer unsharded and compare every loss.",
+    )
+    parser.add_argument(
+        "--load_hf",
+        "--load-hf",
+        type=str | None,
+        default=None,
+        help="Folder of a Hugging Face checkpoint to take the attention's weights from, null for none.",
     )
     groups = {
         "model": ModelConfig,

@@ -19,6 +19,7 @@ import yaml
 from megatron.core import parallel_state
 
 from mcore_dsa import patches
+from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
 from mcore_dsa.train.checkpointing import (
     Checkpoint,
@@ -31,6 +32,7 @@ from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, Windows, read_corpus
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
+from mcore_dsa.train.pretrained import find_pretrained
 from mcore_dsa.train.report import METRICS, RunLog, Summary
 
 _logger = logging.getLogger(__name__)
@@ -45,12 +47,14 @@ class Job:
         corpus: its text.
         windows: its samples.
         start: the checkpoint to continue from, None for a fresh run.
+        pretrained: the Hugging Face checkpoint to start from, None for random weights or where ``start`` has them.
     """
 
     config: JobConfig
     corpus: Corpus
     windows: Windows
     start: Checkpoint | None
+    pretrained: CheckpointBinding | None
 
     @property
     def run_dir(self) -> Path:
@@ -70,6 +74,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
     if faults:
         raise ValueError("\n".join(faults))
     transformer_config(config)
+    pretrained = None if config.load_hf is None else find_pretrained(config)
     corpus = read_corpus(config.data, max_bytes=config.max_data_bytes)
     windows = Windows(corpus, sequence_length=config.training.sequence_length, seed=config.training.seed)
     run_dir = Path(config.run_dir)
@@ -83,7 +88,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         raise ValueError(
             f"run_dir={config.run_dir!r} holds something else; accepted: a new or empty folder, or a run's"
         )
-    return Job(config=config, corpus=corpus, windows=windows, start=start)
+    return Job(config=config, corpus=corpus, windows=windows, start=start, pretrained=pretrained)
 
 
 def train(job: Job) -> Summary:
@@ -182,7 +187,7 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trainer = Trainer(config, job.windows, device)
+    trainer = Trainer(config, job.windows, device, pretrained=job.pretrained)
     if job.start is not None:
         load_checkpoint(trainer, job.start)
     reports: list[StepReport] = []

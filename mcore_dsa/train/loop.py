@@ -17,9 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
+from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.train.config import JobConfig, TrainingConfig
 from mcore_dsa.train.data import MicroBatch, Windows, micro_batches
 from mcore_dsa.train.model import attentions, build_chunks
+from mcore_dsa.train.pretrained import load_pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Trainer:
     """One run on this rank.
 
     Megatron's groups have to exist; its random states are seeded here. Equal arguments on equal groups give equal
-    weights and, step by step, equal losses to the last bit.
+    weights and, step by step, equal losses to the last bit. ``pretrained`` replaces the attention's initial weights.
 
     Attributes:
         step: steps done.
@@ -57,7 +59,14 @@ class Trainer:
         scheduler: Megatron's schedule of the learning rate.
     """
 
-    def __init__(self, config: JobConfig, windows: Windows, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        windows: Windows,
+        device: torch.device,
+        *,
+        pretrained: CheckpointBinding | None = None,
+    ) -> None:
         self.config = config
         self.step = 0
         self._windows = windows
@@ -67,6 +76,9 @@ class Trainer:
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
         self.chunks = build_chunks(config)
+        if pretrained is not None:
+            # Before the optimizer copies the weights into its own.
+            load_pretrained(self.chunks, config.model, pretrained)
         self._attentions = attentions(self.chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(config.training), self.chunks)
         self.scheduler = _scheduler(config.training, self.optimizer)

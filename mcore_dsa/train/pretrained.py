@@ -1,0 +1,103 @@
+"""The attention of a run's model out of a Hugging Face checkpoint; all other weights stay as they were initialised."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from mcore_dsa.binding import CheckpointBinding, verify
+from mcore_dsa.checkpoint import load_attention
+from mcore_dsa.megatron import KPoolDSATransformerConfig, KPoolDSAttention
+from mcore_dsa.tp_plan import DsaTpPlan
+from mcore_dsa.train.config import JobConfig, ModelConfig
+
+_logger = logging.getLogger(__name__)
+
+# What the model and the checkpoint must have in common, under Megatron's names.
+_SHAPE = (
+    "hidden_size",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "v_head_dim",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_kpool",
+    "dsa_indexer_kpool_always_select_tail",
+    "layernorm_epsilon",
+)
+
+
+def find_pretrained(config: JobConfig) -> CheckpointBinding:
+    """The checkpoint that ``load_hf`` names, by its headers.
+
+    Raises:
+        ValueError: it cannot be read or has faults, its geometry is not the model's, or it has fewer DSA layers.
+    """
+    try:
+        binding = verify(str(config.load_hf))
+        binding.raise_faults()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"load_hf={config.load_hf!r}: {error}") from error
+    model = config.model
+    theirs = KPoolDSATransformerConfig.from_geometry(binding.geometry, num_layers=model.num_layers)
+    faults = [
+        f"model.{name}={getattr(model, name)!r}; accepted with load_hf={config.load_hf!r}: {getattr(theirs, name)!r}"
+        for name in _SHAPE
+        if getattr(model, name) != getattr(theirs, name)
+    ]
+    layers = _dsa_layers_before(model, model.num_layers + 1)
+    if layers > len(binding.layers):
+        accepted = f"accepted with load_hf={config.load_hf!r}: at most its {len(binding.layers)}"
+        faults.append(f"model has {layers} DSA layers; {accepted}")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return binding
+
+
+def load_pretrained(chunks: Sequence[nn.Module], model: ModelConfig, binding: CheckpointBinding) -> None:
+    """Give this rank's attention layers their slices: the model's n-th DSA layer takes the checkpoint's n-th.
+
+    Weights are converted to the model's dtype as they are copied. Parameters stay where they are, so that buffers over
+    them hold the new values; an optimizer that has copied the old ones does not.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    plan = DsaTpPlan(rank, parallel_state.get_tensor_model_parallel_world_size(), binding.geometry)
+    for chunk in chunks:
+        for module in chunk.modules():
+            core = getattr(module, "core_attention", None)
+            if isinstance(core, KPoolDSAttention):
+                layer = binding.layers[_dsa_layers_before(model, core.layer_number)]
+                _copy(load_attention(binding, layer, plan), module)
+    if torch.distributed.get_rank() == 0:
+        layers = binding.layers[: _dsa_layers_before(model, model.num_layers + 1)]
+        _logger.info(
+            "attention of the model's %d layers from layers %s of %s, %s with %d DSA layers; all else is initialised",
+            len(layers),
+            ", ".join(map(str, layers)),
+            binding.path,
+            binding.storage,
+            len(binding.layers),
+        )
+
+
+def _dsa_layers_before(model: ModelConfig, layer_number: int) -> int:
+    """DSA layers in front of Megatron's layer ``layer_number``, counted from 1 over all pipeline stages."""
+    if model.hybrid_layer_pattern is None:
+        return layer_number - 1
+    return model.hybrid_layer_pattern.replace("|", "")[: layer_number - 1].count("D")
+
+
+@torch.no_grad()
+def _copy(tensors: Mapping[str, Tensor], attention: nn.Module) -> None:
+    parameters = dict(attention.named_parameters())
+    assert parameters.keys() == tensors.keys(), sorted(parameters.keys() ^ tensors.keys())
+    for name, tensor in tensors.items():
+        assert parameters[name].shape == tensor.shape, name
+        parameters[name].copy_(tensor)
