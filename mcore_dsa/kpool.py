@@ -111,7 +111,7 @@ class PoolLayout:
     ) -> PoolLayout:
         """One unpadded document of `num_tokens` tokens in each of `batch` samples."""
         check_natural("num_tokens", num_tokens)
-        check_positive("batch", batch)
+        check_natural("batch", batch)
         start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         return cls.from_segments(start, start + num_tokens, num_tokens=num_tokens, pool_size=pool_size)
 
@@ -147,7 +147,7 @@ class PoolLayout:
         `num_tokens` is the pack's length where padding follows the last document.
         """
         check_integer("cu_seqlens", cu_seqlens, ndim=1)
-        check_positive("batch", batch)
+        check_natural("batch", batch)
         if cu_seqlens.numel() < 2 or int(cu_seqlens[0]) != 0:
             begin = cu_seqlens[:2].tolist()
             raise ValueError(

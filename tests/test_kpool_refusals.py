@@ -61,7 +61,7 @@ def test_from_padding_mask(valid: Tensor, kind: type[Exception], match: str) -> 
     [
         (ids([0])[0], {}, ValueError, r"holds 1 values, \[0\] at its head; accepted are at least two"),
         (ids([1, 4])[0], {}, ValueError, r"\[1, 4\] at its head; accepted are at least two, the first 0"),
-        (ids([0, 4])[0], {"batch": -1}, ValueError, "batch is -1; accepted is an integer >= 1"),
+        (ids([0, 4])[0], {"batch": -1}, ValueError, "batch is -1; accepted is an integer >= 0"),
         # Many documents: the message names the bad one and does not list them all.
         (torch.arange(10_000).flip(0).roll(1), {}, ValueError, r"^.{,250}$"),
         (ids([0, 5, 4])[0], {}, ValueError, "are not ascending"),
@@ -77,8 +77,8 @@ def test_from_cu_seqlens(cu_seqlens, options: dict, kind: type[Exception], match
 
 
 def test_dense_and_what_is_no_layout() -> None:
-    for options in ({"batch": -1}, {"batch": 0}, {"batch": 1.0}, {"pool_size": True}):
-        with pytest.raises(ValueError, match=r"(batch|pool_size) is .*; accepted is an integer >= 1"):
+    for options in ({"batch": -1}, {"batch": 1.0}, {"pool_size": True}, {"pool_size": 0}):
+        with pytest.raises(ValueError, match=r"(batch|pool_size) is .*; accepted is an integer >= [01]"):
             PoolLayout.dense(8, **({"pool_size": 4} | options))
     key = torch.zeros(8, 1, 2)
     with pytest.raises(TypeError, match="layout is NoneType; accepted is a PoolLayout"):

@@ -173,7 +173,8 @@ class KPoolDSAttention(MegatronModule):
             self.settings.faults,
             self.tp_group,
         )
-        if newly and self.tp_group.rank() == 0:
+        # Every tensor-parallel group agrees; what the first of them says holds for all.
+        if newly and torch.distributed.get_rank() == 0:
             self._log_settings()
 
     def _log_settings(self) -> None:
