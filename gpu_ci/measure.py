@@ -1,0 +1,74 @@
+"""What selection and attention cost on this device, as ratios to be copied into benchmarks/LOG.md: see run.sh."""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from on_device import DEVICE, moved, requested_at_peak
+from test_attention import glm_case
+
+from benchmarks.cases import BUDGET, DIM, HEADS, Inputs
+from mcore_dsa import select_pools
+from mcore_dsa.scoring import tile_for
+from mcore_dsa.selection import DEFAULT_SCORE_BYTES
+
+TOKENS = (8192, 65536)
+PRODUCTS = 20
+
+
+def milliseconds(call: Callable[[], object], repetitions: int = 7) -> float:
+    """Median time between two events of the device around `call`, after a first call that does not count."""
+    call()
+    times = []
+    for _ in range(repetitions):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def bare_milliseconds_per_pair() -> float:
+    """Time of a (row, pool) pair in fp32 products of the shape of a tile, one after the other."""
+    tile = tile_for(DEVICE, HEADS)
+    rows, keys = (torch.randn(count, DIM, device=DEVICE) for count in (tile.rows * HEADS, tile.pools))
+    scores = torch.empty(len(rows), len(keys), device=DEVICE)
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(rows, keys.T, out=scores)
+
+    return milliseconds(products) / (PRODUCTS * tile.rows * tile.pools)
+
+
+def selection() -> None:
+    """(a) of `make bench` on this device, and the memory that a call takes."""
+    for tokens in TOKENS:
+        inputs = moved(Inputs.of(tokens))
+        select = partial(select_pools, inputs.q, inputs.weights, inputs.pool_key, inputs.layout, budget=BUDGET)
+        before = bare_milliseconds_per_pair()
+        took = milliseconds(select)
+        bare = (before + bare_milliseconds_per_pair()) / 2 * inputs.work.scored_pairs
+        peak, selected = requested_at_peak(select)
+        memory = (peak - selected.nbytes) / DEFAULT_SCORE_BYTES
+        print(f"selection of {tokens:,} tokens over the bare fp32 products of its scored pairs: {took / bare:.2f}")
+        print(f"  its peak memory less its output, over score_bytes: {memory:.2f}  ({took:.1f} ms)")
+
+
+def attention() -> None:
+    """Backward over forward, and whether chunks of another length happen to give the same bits: nothing promises it."""
+    case = glm_case(400)
+    forward, both = milliseconds(case.out), milliseconds(case.run)
+    print(f"attention of 400 rows, backward over forward: {both / forward - 1:.2f}  ({forward:.1f} ms forward)")
+    runs = [case.run(attend_bytes=size << 20) for size in (32, 256, 1024)]
+    same = [all(torch.equal(run[part], runs[0][part]) for run in runs) for part in range(3)]
+    print(f"  the same bits under 32 MiB, 256 MiB and 1 GiB: output {same[0]}, dq {same[1]}, dkv {same[2]}")
+
+
+if __name__ == "__main__":
+    print(f"{torch.cuda.get_device_name(DEVICE)}, torch {torch.__version__}, {HEADS} heads x {DIM}, budget {BUDGET}")
+    selection()
+    attention()

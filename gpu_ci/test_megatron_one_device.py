@@ -1,0 +1,41 @@
+"""Megatron's model on one CUDA device: training repeats to the last bit, and two ranks that share it train alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import megatron_ranks
+from models import OFF, ON, Run, assert_equal
+from test_megatron_equality import assert_same_training, assert_worth_comparing, train_ten
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Weights drawn on the device. Deterministic: the gradient of the embedding is summed in an order of its own.
+ON_CUDA: dict[str, Any] = {"use_cpu_initialization": False, "deterministic_mode": True}
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+PRECISIONS = pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+TIMEOUT_S = 240.0
+
+
+@PRECISIONS
+def test_training_repeats_to_the_last_bit(precision: dict[str, Any]) -> None:
+    (first,), (second,) = (
+        megatron_ranks(train_ten, 1, ON_CUDA | precision, env=OFF, backend="nccl", device="cuda", timeout=TIMEOUT_S)
+        for _ in range(2)
+    )
+    assert_worth_comparing([first], 1)
+    for part in ("selections", "logits", "losses", "gradients", "parameters"):
+        assert_equal(getattr(first, part), getattr(second, part), part)
+
+
+@PRECISIONS
+def test_two_ranks_that_share_the_device_train_as_unsharded(precision: dict[str, Any]) -> None:
+    """TP=2 over gloo, flag off against on."""
+    off, on = (trained_over_gloo(precision, env) for env in (OFF, ON))
+    assert_worth_comparing(off, 2)
+    assert_same_training(off, on, "contiguous")
+
+
+def trained_over_gloo(precision: dict[str, Any], env: dict[str, str]) -> list[Run]:
+    options = ON_CUDA | precision
+    return megatron_ranks(train_ten, 2, options, tp=2, env=env, backend="gloo", device="cuda", timeout=TIMEOUT_S)
