@@ -1,6 +1,7 @@
 """The training job's ``load_hf``: which weights come from a Hugging Face checkpoint, where they go, what is refused."""
 
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,13 @@ def refused(config: JobConfig) -> list[str]:
     with pytest.raises(ValueError, match="load_hf") as caught:
         prepare(config, 2)
     return str(caught.value).splitlines()
+
+
+def test_it_needs_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = written(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    (line,) = refused(tiny(tmp_path / "run", f"--load_hf {folder}"))
+    assert line.endswith("needs safetensors: pip install 'mcore-dsa[hf]' brings it")
 
 
 def test_it_is_refused_together_with_resume(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 import torch
 from megatron.core import parallel_state
@@ -38,8 +39,11 @@ def find_pretrained(config: JobConfig) -> CheckpointBinding:
     """The checkpoint that ``load_hf`` names, by its headers.
 
     Raises:
-        ValueError: it cannot be read or has faults, its geometry is not the model's, or it has fewer DSA layers.
+        ValueError: it cannot be read or has faults, its geometry is not the model's, it has fewer DSA layers, or the
+            library that will read it is not installed.
     """
+    if find_spec("safetensors") is None:
+        raise ValueError(f"load_hf={config.load_hf!r} needs safetensors: pip install 'mcore-dsa[hf]' brings it")
     try:
         binding = verify(str(config.load_hf))
         binding.raise_faults()
