@@ -110,7 +110,7 @@ def export_attention(
     template.raise_faults()
     if template.storage is DsaStorage.FP8:
         raise ValueError("template must hold attention in BF16 or F32, got FP8; write_attention makes a new checkpoint")
-    with _new_folder(Path(target)) as folder:
+    with new_folder(Path(target)) as folder:
         for file in _files_to_copy(template):
             shutil.copyfile(file, folder / file.name)
         places = {
@@ -149,7 +149,7 @@ def write_attention(
     expected = expected_tensors(geometry, storage)
     places: dict[tuple[int, str], StoredTensor] = {}
     index: dict[str, str] = {}
-    with _new_folder(Path(target)) as folder:
+    with new_folder(Path(target)) as folder:
         for layer in layers:
             file = Path(f"attention-layer-{layer:05d}.safetensors")
             full = {name: f"{prefix}layers.{layer}.self_attn.{name}" for name in expected}
@@ -290,7 +290,7 @@ def _files_to_copy(template: CheckpointBinding) -> list[Path]:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` to write into, which takes its name once all of it is on disk."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"target must not exist or be an empty folder, got {target}")

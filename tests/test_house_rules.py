@@ -38,7 +38,7 @@ ORDER = (
     "train",
     "cli",
 )
-NEEDS_MEGATRON = {"patches", "megatron", "train", "cli"}
+NEEDS_MEGATRON = {"patches", "megatron", "train"}
 STRANGERS = {frozenset({"reference", "kernels"})}
 READS_ENVIRONMENT = {"settings", "patches", "train"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -18,7 +18,7 @@ from mcore_dsa.binding import CheckpointBinding, DsaStorage
 from mcore_dsa.binding import verify as verify_checkpoint
 from mcore_dsa.checkpoint import (
     LayerTensor,
-    _new_folder,
+    new_folder,
     export_attention,
     load_attention,
     merge_attention,
@@ -52,7 +52,7 @@ def hf2mcore(source: str, target: str, tp: int, layers: str | None, config: str 
     storage = DsaStorage.F32 if binding.storage is DsaStorage.F32 else DsaStorage.BF16
     same = {"format": "pt", "tp_size": str(tp), "storage": storage.value, "prefix": str(binding.prefix)}
     files = []
-    with _new_folder(Path(target)) as folder:
+    with new_folder(Path(target)) as folder:
         shutil.copyfile(_config_file(source, config), folder / _CONFIG)
         for plan in plans:
             tensors = {

@@ -1,7 +1,7 @@
 """One run as typed data: every field of a configuration file, each of them an option of the command line as well.
 
 No field has a default of its own. A configuration file states the whole run, so that it can be read, compared and
-repeated without this source; a missing field is an error that names it.
+repeated without this source; a missing field is an error that names it, and reads as null where null is a value.
 """
 
 from __future__ import annotations
