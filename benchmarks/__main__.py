@@ -1,13 +1,14 @@
 """`make bench`: ratios of the selection engine, measured side by side in one run, and what they should be.
 
 Nothing is printed unless the exactness tests pass first. Absolute times mean nothing on a shared machine; every figure
-is the median of ratios of two things timed one after the other, on one thread.
+is the median of ratios of two things timed one after the other, on one thread by default.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -58,7 +59,6 @@ def measure(
     repetitions: int, lengths: list[int]
 ) -> tuple[list[Figure], dict[tuple[int, str], float], dict[int, tuple[int, int]]]:
     """All figures, and for the picture the medians of (c) and the bytes of (e)."""
-    torch.set_num_threads(1)
     figures = [
         figure("(a) selection / bare products", cases.over_bare_products(repetitions), bar=1.6, aim=1.3),
         figure("(b) baseline / selection", cases.baseline_over_selection(repetitions), bar=4, aim=5.2, at_least=True),
@@ -87,7 +87,14 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=3, help="interleaved repetitions of each ratio (default 3)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536], help="tokens, for (e)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench", help="folder for the JSON and the picture")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank (default 1)")
     arguments = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= arguments.threads <= cores:
+        parser.error(f"--threads is {arguments.threads}; accepted are 1 to {cores}, the cores of this machine")
+    if arguments.repetitions < 1 or min(arguments.lengths) < 1:
+        parser.error("--repetitions and --lengths are 1 or more")
+    torch.set_num_threads(arguments.threads)
     tests = [str(ROOT / "tests" / name) for name in EXACTNESS]
     if subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode:
         print("the exactness tests fail: no figure is measured", file=sys.stderr)
