@@ -21,7 +21,8 @@ Segments = list[list[tuple[int, int]]]
 
 # Kinds of data whose every fp32 sum is exact (small integers), so that float64 gives the same scores, ties included.
 EXACT = ("plateau", "zeros", "equal", "special")
-ROUNDED = ("normal", "duplicates")
+# Of the others, "near" holds scores that differ in their last bits alone: what moves one of them moves a selection.
+ROUNDED = ("normal", "duplicates", "near")
 
 GREATEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)}
 
@@ -89,6 +90,8 @@ def numbers(kind: str, rows: int, pools: int, batch: int, heads: int, dim: int, 
         q, weights, key = (torch.randn(shape, generator=generator) for shape in shapes)
         if kind == "duplicates" and pools:
             key = key[torch.randint(0, 1 + pools // 4, (pools,), generator=generator)]
+        if kind == "near":
+            key = key[:1] * (1 + torch.randint(0, 6, (pools, 1, 1), generator=generator) * 2.0**-22)
         return q, weights, key
     q, weights, key = (torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes)
     if kind == "zeros":

@@ -190,6 +190,16 @@ def test_rows_that_see_nothing() -> None:
             **call, index_topk=8, pool_size=4, varlen_starts=starts, varlen_ends=starts.clone()
         )
         assert torch.equal(token_ids, torch.full((2, 12, 11), -1, dtype=torch.int32))
+    every = fused_qk_topk_kpool(**call, index_topk=8, pool_size=4)[1]
+    blind = torch.arange(12) % 3 == 1
+    for place in range(13):
+        bounds = {
+            "varlen_starts": torch.where(blind, place, 0),
+            "varlen_ends": torch.where(blind, place, torch.arange(1, 13)),
+        }
+        expected = every.masked_fill(blind.unsqueeze(1), -1)
+        for way in (bounds, {**bounds, "cu_seqlens_kv": torch.tensor([0, 12])}):
+            assert torch.equal(fused_qk_topk_kpool(**call, index_topk=8, pool_size=4, **way)[1], expected)
     empty = inputs(0, 4, batch=2)
     assert fused_qk_topk_kpool(**empty, index_topk=8, pool_size=4)[1].shape == (2, 0, 11)
 
@@ -290,8 +300,9 @@ def test_bad_input_is_refused_by_name(name: str, changed: dict[str, Any]) -> Non
         torch.where(ROWS < 10, 0, 5),
         ROWS // 8 * 4,
         torch.where(ROWS == 19, 3, 0),
+        torch.where(ROWS < 10, 0, 9),
     ],
-    ids=["window of 4", "cut back into a document", "chunks that overlap", "last row"],
+    ids=["window of 4", "cut back into a document", "chunks that overlap", "last row", "by one token"],
 )
 def test_starts_that_move_inside_a_document_are_refused(starts: Tensor) -> None:
     with pytest.raises(ValueError, match=r"varlen_starts moves .* accepted is one start a document"):

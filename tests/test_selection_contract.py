@@ -164,7 +164,7 @@ def test_independent_of_the_place_in_a_pack(data: st.DataObject) -> None:
     """A document alone, and between others behind any number of tokens: the same pools, counted from its first."""
     pool_size, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 150))
     before, after = data.draw(st.integers(0, 300)), data.draw(st.integers(0, 9))
-    kind = data.draw(st.sampled_from([*EXACT, "normal", "duplicates"]))
+    kind = data.draw(st.sampled_from([*EXACT, *ROUNDED]))
     pools, others = length // pool_size, before // pool_size
     alone_layout = layout_of([[(0, length)]], num_tokens=length, pool_size=pool_size)
     q, weights, key = numbers(kind, length, pools, 1, data.draw(st.sampled_from([1, 3, 8])), 8, seed=length)
@@ -184,7 +184,7 @@ def test_independent_of_the_place_in_a_pack(data: st.DataObject) -> None:
 
 @settings(max_examples=30)
 @given(calls(max_batch=2))
-@example(Call(*numbers("normal", 600, 600, 1, 8, 16, 0), [[(0, 600)]], layout_of([[(0, 600)]], num_tokens=600,
+@example(Call(*numbers("near", 600, 600, 1, 8, 16, 0), [[(0, 600)]], layout_of([[(0, 600)]], num_tokens=600,
               pool_size=1), torch.arange(600), 5))  # fmt: skip
 def test_independent_of_modes_and_memory(call: Call) -> None:
     expected = call.select()
@@ -223,7 +223,7 @@ def forget_probes() -> None:
 
 
 BIG = Call(
-    *numbers("normal", 300, 700, 2, 8, 32, 7),
+    *numbers("near", 300, 700, 2, 8, 32, 7),
     [[(0, 700)], [(3, 650)]],
     layout_of([[(0, 700)], [(3, 650)]], num_tokens=700, pool_size=1),
     torch.arange(400, 700),

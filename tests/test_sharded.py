@@ -88,7 +88,7 @@ def every_rank_selects(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
 )
 def test_every_rank_gets_the_unsharded_selection(ranks: int, rows: int) -> None:
     """Documents of two samples; fewer rows than ranks; none at all; ties in most rows, and in none."""
-    for kind in ("zeros", "plateau", "normal") if rows == 1001 else ("plateau",):
+    for kind in ("zeros", "plateau", "near") if rows == 1001 else ("plateau",):
         call, alone = pack(rows, kind), SelectionCounters()
         expected, expected_ids = call.select(counters=alone), drop_in(call, None)
         found = run_ranks(every_rank_selects, ranks, rows, kind)
@@ -109,7 +109,7 @@ def test_every_rank_gets_the_unsharded_selection(ranks: int, rows: int) -> None:
 
 def rows_scored_with_and_without() -> tuple[list[int], list[int]]:
     """Rows this rank passes to `select_pools`, and collectives, in a drop-in call with a group and without."""
-    call, scored = pack(400, "normal"), []
+    call, scored = pack(400, "near"), []
     original = sharded.select_pools
 
     def counted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -159,7 +159,7 @@ def test_groups_inside_a_bigger_world(split: list[list[int]]) -> None:
 
 def long_shards_overlap() -> None:
     """Shards of more rows than are gathered together: still the same, and 3-D each time."""
-    call, ranks = pack(2 * sharded.OVERLAP_ROWS + 77, "duplicates", batch=1), dist.get_world_size()
+    call, ranks = pack(2 * sharded.OVERLAP_ROWS + 77, "near", batch=1), dist.get_world_size()
     expected = call.select()
     for overlap in (True, False):
         with CollectiveLog() as log, poisoned():
@@ -174,7 +174,7 @@ def test_long_shards_are_gathered_piece_by_piece() -> None:
 
 def modes() -> None:
     """Grad mode, inference mode and autocast move no id, and no gradient flows back."""
-    call = pack(150, "normal")
+    call = pack(150, "near")
     expected = call.select()
     q = call.q_SBHD.clone().requires_grad_()
     wanting = Call(q, *(getattr(call, name) for name in list(vars(call))[1:]))
