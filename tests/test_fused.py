@@ -156,6 +156,35 @@ def test_a_complete_last_pool_competes_and_leaves_no_tail() -> None:
     assert fused_qk_topk_kpool(**call, **sizes)[1][0, 6].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
+@settings(max_examples=30)
+@given(st.data())
+def test_a_document_selects_alike_wherever_it_stands(data: st.DataObject) -> None:
+    """From its keys and gates on, between documents of NaN and beside another sample, down to near ties."""
+    pool_size, length = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 200))
+    before, after = data.draw(st.integers(0, 300)), data.draw(st.integers(0, 9))
+    generator = torch.Generator().manual_seed(before)
+    q, weights, gate, base = (
+        torch.randn(shape, generator=generator)
+        for shape in ((length, 1, 8, 16), (length, 1, 8), (length, 1, 16), (1, 1, 16))
+    )
+    step = torch.randint(0, 6, (length, 1, 1), generator=generator) * 2.0**-22
+    call = {"q": q, "weights": weights, "k": base * (1 + step), "gate_score": gate}
+    sizes = {
+        "index_topk": pool_size * data.draw(st.integers(1, 9)),
+        "pool_size": pool_size,
+        "ape": torch.linspace(-1, 1, pool_size).unsqueeze(1).expand(-1, 16),
+    }
+    alone = fused_qk_topk_kpool(**call, **sizes)[1][0]
+    packed = {}
+    for name, x in call.items():
+        whole = x.new_full((before + length + after, 2, *x.shape[2:]), torch.nan)
+        whole[before : before + length, 1:] = x
+        packed[name] = whole.to(torch.float64) if name == "q" else whole
+    cuts = torch.tensor([0, before, before + length, before + length + after])
+    found = fused_qk_topk_kpool(**packed, **sizes, cu_seqlens_kv=cuts)[1][1, before : before + length]
+    assert torch.equal(torch.where(found >= 0, found - before, -1), alone)
+
+
 def test_relu_can_be_left_out() -> None:
     """Pool 0 agrees with one head alone, pool 1 with none but disagrees less."""
     key = torch.tensor([[4.0, -9.0], [-1.0, -1.0]]).view(2, 1, 2)
