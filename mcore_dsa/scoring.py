@@ -47,12 +47,15 @@ def tile_for(device: torch.device, heads: int) -> Tile:
 
     `select_pools` over the bare products of what must be scored, one core, 32 heads, 128 channels, 8,192 tokens (M):
     32 x 128 1.45, 64 x 128 1.48, 16 x 128 1.52, 32 x 64 1.52, 8 x 128 1.60. Fewer pools starve the product, more waste
-    work at the causal edge, half a tile a row.
+    work at the causal edge, half a tile a row. With few heads the rows end at 256: the top-k's buffers grow with them.
+    Rows come in eights where they can: what is left over by a kernel's block may be summed in another order (M, 146 x 7
+    rows and heads with MKL_CBWR=COMPATIBLE).
     """
     check_positive("heads", heads)
-    if device.type == "cpu":
-        return Tile(rows=max(1, 1024 // heads), pools=128, strip_tiles=2)
-    return Tile(rows=max(1, 8192 // heads), pools=1024, strip_tiles=1)
+    on_cpu = device.type == "cpu"
+    rows = min(256, max(1, (1024 if on_cpu else 8192) // heads))
+    rows -= rows % 8 if rows > 8 else 0
+    return Tile(rows, pools=128, strip_tiles=2) if on_cpu else Tile(rows, pools=1024, strip_tiles=1)
 
 
 class TileScorer:

@@ -100,6 +100,8 @@ def test_a_tile_fits_any_number_of_heads(heads: int, device: str) -> None:
     tile = tile_for(torch.device(device), heads)
     assert min(tile.rows, tile.pools, tile.strip_rows) >= 1
     assert tile.strip_rows % tile.rows == 0
+    # Left-over rows of a kernel's block may be summed in another order: M with MKL_CBWR=COMPATIBLE, 146 rows x 7 heads.
+    assert tile.rows < 8 or tile.rows % 8 == 0
     assert tile == tile_for(torch.device(device), heads)
 
 
