@@ -14,7 +14,7 @@ from on_device import DEVICE, moved, requested_at_peak
 from test_partitions import PACKS, exchange, selection_over_ranks
 
 from mcore_dsa import PoolLayout, compress_keys, expand_selection, fused_qk_topk_kpool, scoring, select_pools
-from mcore_dsa.selection import DEFAULT_SCORE_BYTES, smallest_score_bytes
+from mcore_dsa.selection import smallest_score_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,11 +30,6 @@ def smallest(call: Call) -> int:
     return smallest_score_bytes(DEVICE, heads, dim, call.budget)
 
 
-def select(call: Call) -> torch.Tensor:
-    """Under the default byte budget, or the smallest that works: a tile of few heads has many rows."""
-    return call.select(score_bytes=max(DEFAULT_SCORE_BYTES, smallest(call)))
-
-
 @functools.cache
 def glm_call(kind: str, every: int = 3) -> Call:
     """Every so many rows of two samples of `SEGMENTS`, on the CPU."""
@@ -47,7 +42,7 @@ def glm_call(kind: str, every: int = 3) -> Call:
 @settings(max_examples=60)
 @given(calls(EXACT))
 def test_selection_equals_the_float64_oracle(call: Call) -> None:
-    assert torch.equal(select(moved(call)).cpu(), call.oracle())
+    assert torch.equal(moved(call).select().cpu(), call.oracle())
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -66,7 +61,7 @@ def test_a_place_in_the_tile_does_not_matter() -> None:
 @REAL
 def test_no_byte_budget_and_no_repetition_moves_a_bit(kind: str) -> None:
     call = moved(glm_call(kind))
-    expected, least = select(call), smallest(call)
+    expected, least = call.select(), smallest(call)
     for score_bytes in (least, least, least + least // 3, 2 * least, 1 << 33):
         assert torch.equal(call.select(score_bytes=score_bytes), expected)
 
@@ -74,31 +69,31 @@ def test_no_byte_budget_and_no_repetition_moves_a_bit(kind: str) -> None:
 @REAL
 def test_rows_are_independent_of_the_rows_beside_them(kind: str) -> None:
     call = moved(glm_call(kind))
-    expected, rows = select(call), len(call.position_S)
+    expected, rows = call.select(), len(call.position_S)
     generator = torch.Generator().manual_seed(1)
     shuffled = torch.randperm(rows, generator=generator)
     picks = [torch.arange(*ends) for ends in ((0, 1), (1499, 1500), (rows - 1, rows), (700, 1001), (1200, rows))]
     for row in (*picks, shuffled, shuffled[: rows // 3].repeat(2)):
-        assert torch.equal(select(call.rows(row.to(DEVICE))), expected[:, row.to(DEVICE)])
+        assert torch.equal(call.rows(row.to(DEVICE)).select(), expected[:, row.to(DEVICE)])
 
 
 @REAL
 def test_samples_are_independent_of_each_other(kind: str) -> None:
     call = moved(glm_call(kind))
-    expected = select(call)
+    expected = call.select()
     for sample in range(2):
         one = slice(sample, sample + 1)
         layout = layout_of([SEGMENTS[sample]], num_tokens=TOKENS, pool_size=POOL_SIZE)
         q, weights, key = (x[:, one] for x in (call.q_SBHD, call.weights_SBH, call.pool_key_PBD))
         alone = replace(call, q_SBHD=q, weights_SBH=weights, pool_key_PBD=key, layout=moved(layout))
-        assert torch.equal(select(alone), expected[one])
+        assert torch.equal(alone.select(), expected[one])
         other = torch.arange(2, device=DEVICE) != sample
         ruined = replace(
             call,
             q_SBHD=call.q_SBHD.masked_fill(other[:, None, None], torch.nan),
             pool_key_PBD=call.pool_key_PBD.masked_fill(other[:, None], torch.nan),
         )
-        assert torch.equal(select(ruined)[one], expected[one])
+        assert torch.equal(ruined.select()[one], expected[one])
 
 
 @REAL
@@ -108,7 +103,7 @@ def test_a_document_is_independent_of_the_pack(kind: str) -> None:
     start, end = SEGMENTS[0][2]
     row = ((call.position_S >= start) & (call.position_S < end)).nonzero().flatten()
     before, pools = sum((b - a) // POOL_SIZE for a, b in SEGMENTS[0][:2]), (end - start) // POOL_SIZE
-    packed = select(call)[:1, row]
+    packed = call.select()[:1, row]
     alone = replace(
         call.rows(row),
         q_SBHD=call.q_SBHD[row, :1],
@@ -117,26 +112,26 @@ def test_a_document_is_independent_of_the_pack(kind: str) -> None:
         layout=PoolLayout.dense(end - start, pool_size=POOL_SIZE, device=DEVICE),
         position_S=call.position_S[row] - start,
     )
-    assert torch.equal(select(alone), torch.where(packed >= 0, packed - before, -1))
+    assert torch.equal(alone.select(), torch.where(packed >= 0, packed - before, -1))
     ruined = torch.full_like(call.pool_key_PBD, torch.nan)
     ruined[before : before + pools] = call.pool_key_PBD[before : before + pools]
-    assert torch.equal(select(replace(call, pool_key_PBD=ruined))[:1, row], packed)
+    assert torch.equal(replace(call, pool_key_PBD=ruined).select()[:1, row], packed)
 
 
 @REAL
 def test_modes_streams_and_fresh_memory_move_no_bit(kind: str) -> None:
     call = moved(glm_call(kind))
-    expected = select(call)
+    expected = call.select()
     for mode in (torch.enable_grad, torch.inference_mode, poisoned, functools.partial(poisoned, torch.nan)):
         with mode():
-            assert torch.equal(select(call), expected)
+            assert torch.equal(call.select(), expected)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        assert torch.equal(select(call), expected)
+        assert torch.equal(call.select(), expected)
     # Another stream has its own workspace for matrix products.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        elsewhere = select(call)
+        elsewhere = call.select()
     torch.cuda.current_stream().wait_stream(side)
     assert torch.equal(elsewhere, expected)
 
@@ -162,7 +157,7 @@ def _restored_precision():
 @pytest.mark.parametrize("lower", LOWER.values(), ids=LOWER)
 def test_tf32_that_a_user_asked_for_moves_no_bit(lower: Callable[[], None]) -> None:
     call = moved(glm_call("normal"))
-    expected = select(call)
+    expected = call.select()
     a, b = torch.randn(2, 512, 512, device=DEVICE)
     exact = a @ b
     lower()
@@ -170,13 +165,13 @@ def test_tf32_that_a_user_asked_for_moves_no_bit(lower: Callable[[], None]) -> N
     has_tf32 = torch.cuda.get_device_capability() >= (8, 0)
     assert torch.equal(a @ b, exact) != has_tf32
     scoring._probe.cache_clear()
-    assert torch.equal(select(call), expected)
+    assert torch.equal(call.select(), expected)
     assert torch.equal(a @ b, exact) != has_tf32
 
 
 def test_selection_stays_under_its_byte_budget() -> None:
     call = moved(glm_call("normal"))
-    select(call)
+    call.select()
     # Int64 positions, pools and segments of every row, on top of the selection itself.
     of_rows = 128 * call.layout.batch * len(call.position_S)
     for score_bytes in (smallest(call), 2 * smallest(call)):
