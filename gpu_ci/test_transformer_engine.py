@@ -57,7 +57,7 @@ def test_a_model_of_its_modules_trains(precision: dict[str, Any]) -> None:
         assert own.pop(INDEXER + "index_kpool_compress_ape") is torch.float32
         assert set(own.values()) == {dtype}
         # Frozen: no gradient reaches the indexer, and all else has one in every step.
-        grads = [{name.removeprefix(prefix) for name in step if name.startswith(prefix)} for step in run.gradients]
+        grads = [{name.partition(prefix)[2] for name in step if prefix in name} for step in run.gradients]
         assert grads == [{name for name in MEGATRON_NAMES.values() if not name.startswith(INDEXER)}] * 3
 
 
