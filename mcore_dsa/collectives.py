@@ -8,7 +8,6 @@ the collective would be. All ranks of a group always enter, also those that own 
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -72,23 +71,41 @@ def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Gro
             )
     if all(_in_one_run(partition.slices(rank), held[rank]) for rank in range(ranks)):
         return list(tensors)
-    packed = torch.cat([tensor.contiguous().flatten(1).view(torch.uint8) for tensor in tensors], dim=1)
+    start = held[me].start
     sent = [[_overlap(held[me], part) for part in partition.slices(rank)] for rank in range(ranks)]
     received = [[_overlap(held[rank], part) for part in partition.slices(me)] for rank in range(ranks)]
-    start = held[me].start
-    outgoing = torch.cat([packed[part.start - start : part.stop - start] for parts in sent for part in parts])
-    incoming = packed.new_empty(partition.rows_of(me), packed.shape[1])
+    outgoing = _as_bytes(tensors, [range(p.start - start, p.stop - start) for parts in sent for p in parts])
+    incoming = outgoing.new_empty(partition.rows_of(me), outgoing.shape[1])
     _all_to_all(incoming, outgoing, [_rows(parts) for parts in received], [_rows(parts) for parts in sent], group)
-    # Arrived by sender, and by slice within a sender; wanted by slice, and by sender, which is row order, within it.
-    pieces = iter(incoming.split([len(part) for parts in received for part in parts]))
-    by_sender = [[next(pieces) for _ in parts] for parts in received]
-    ordered = torch.cat([piece for by_slice in zip(*by_sender, strict=True) for piece in by_slice])
-    widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
-    columns = ordered.split(widths, dim=1)
-    return [
-        column.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:])
-        for column, tensor in zip(columns, tensors, strict=True)
-    ]
+    del outgoing
+    # Rows arrive by sender, and by slice within a sender; they are wanted by slice, and within it in row order.
+    first_of, place = {}, 0
+    for part in partition.slices(me):
+        first_of[part.start], place = place, place + len(part)
+    owned = [tensor.new_empty(partition.rows_of(me), *tensor.shape[1:]) for tensor in tensors]
+    arrived = 0
+    for parts in received:
+        for slice_, part in zip(partition.slices(me), parts, strict=True):
+            place = first_of[slice_.start] + part.start - slice_.start
+            _from_bytes(incoming[arrived : arrived + len(part)], [x[place : place + len(part)] for x in owned])
+            arrived += len(part)
+    return owned
+
+
+def _as_bytes(tensors: Sequence[Tensor], parts: Sequence[range]) -> Tensor:
+    """uint8 `[rows of the parts, bytes of a row of all tensors]`, part after part."""
+    rows = [tensor.contiguous().flatten(1).view(torch.uint8) for tensor in tensors]
+    packed = rows[0].new_empty(_rows(parts), sum(x.shape[1] for x in rows))
+    for out, part in zip(packed.split([len(part) for part in parts]), parts, strict=True):
+        for column, x in zip(out.split([x.shape[1] for x in rows], dim=1), rows, strict=True):
+            column.copy_(x[part.start : part.stop])
+    return packed
+
+
+def _from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    rows = [tensor.flatten(1).view(torch.uint8) for tensor in tensors]
+    for x, column in zip(rows, packed.split([x.shape[1] for x in rows], dim=1), strict=True):
+        x.copy_(column)
 
 
 class SelectionGather:
@@ -97,7 +114,7 @@ class SelectionGather:
     Every rank brings pieces of the same rows of its shard in the same order: `add` pads its piece with -1 to the common
     number of rows, and gathers R of them by one collective as `[R * b, rows, budget]`. Three dimensions, because a
     stacked `[R, b, rows, budget]` is refused by gloo and passes on NCCL only because it counts elements. A gather runs
-    while the caller goes on; at most `in_flight` of them do, then `add` waits for the oldest.
+    while the caller goes on: `add` returns with at most `in_flight` of them running, having waited for older ones.
     """
 
     def __init__(
@@ -181,16 +198,16 @@ def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Grou
 def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessGroup) -> bool:
     """Make sure that every rank of `group` runs with the same settings, before anything depends on it.
 
-    The first call with these values exchanges them and returns True; later ones cost nothing and return False. A rank
-    that could not read a setting passes what is wrong with it as `faults`, so that all ranks raise instead of waiting
-    for it in a later collective.
+    Every call is one exchange, which all ranks must enter: nothing that a rank remembers may let it stay out, or a rank
+    whose settings have changed would wait for it alone. A rank that could not read a setting, or found that it cannot
+    keep the contract, passes what is wrong as `faults`, so that all ranks raise instead of waiting in a later
+    collective.
+
+    Returns: whether the group has not agreed on these values before.
 
     Raises: ValueError on every rank, naming the settings that differ with the ranks and values, and every fault.
     """
     mine = tuple(sorted(values.items()))
-    agreed = _agreed.setdefault(group, set())
-    if mine in agreed and not faults:
-        return False
     told: list[Any] = [None] * group_size(group)
     dist.all_gather_object(told, (dict(values), tuple(faults)), group=group)
     problems = [f"rank {rank}: {fault}" for rank, (_, its_faults) in enumerate(told) for fault in its_faults]
@@ -203,8 +220,10 @@ def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessG
             problems.append(f"{name} differs over the group: {said}")
     if problems:
         raise ValueError("settings of the query-shard group (ranks within it): " + "; ".join(problems))
+    agreed = _agreed.setdefault(group, set())
+    newly = mine not in agreed
     agreed.add(mine)
-    return True
+    return newly
 
 
 def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = True) -> dist.Work | None:

@@ -10,7 +10,9 @@ whole sample in token order.
 
 from __future__ import annotations
 
+import functools
 import math
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -245,6 +247,23 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
             pooled = pooled + (weight / total) * key_TBD[token + j, sample].float()
         pool_key_PBD[begin : begin + step] = torch.where(exists, pooled, 0.0)
     return pool_key_PBD
+
+
+def compress_bytes(pools: int, dim: int, pool_size: int) -> int:
+    """Bytes that `compress_keys` takes beside its result: logits, weights, and a few values a pool and channel."""
+    elements = min(_COMPRESS_ELEMENTS, pools * dim * pool_size)
+    return elements * (8 + 28 // pool_size)
+
+
+@functools.cache
+def key_fingerprint(device: torch.device, dim: int) -> int:
+    """Digest of the bits to which this device compresses fixed keys; equal on two ranks whose pool keys agree."""
+    generator = torch.Generator("cpu").manual_seed(21)
+    layout = PoolLayout.dense(256, pool_size=4, device=device)
+    key, gate = (torch.randn(256, 1, dim, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2))
+    ape = torch.zeros(4, dim, dtype=torch.float32, device=device)
+    pool_key = compress_keys(key.to(device), (4 * gate).to(device), ape, layout)
+    return zlib.crc32(pool_key.cpu().numpy().tobytes())
 
 
 def expand_selection(

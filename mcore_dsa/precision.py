@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,36 +12,61 @@ _MATMULS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: i
 _FULL = ("none", "ieee")
 
 
+# How many callers are inside, over all threads, and how the last of them puts back what the first found.
+_lock = threading.Lock()
+_inside = 0
+_restore: Callable[[], None] | None = None
+
+
 @contextmanager
 def full_precision(device_type: str) -> Iterator[None]:
     """Autocast off for `device_type`, fp32 matrix products in fp32 on every device; both restored at the end.
 
-    torch keeps the precision of fp32 products twice, under names of old (`set_float32_matmul_precision`) and of new
-    (`torch.backends.<backend>.matmul.fp32_precision`), and raises where the two disagree: both are set here, unless a
-    user of the new names made the old ones unreadable. The setting is one for the whole process, autocast one for each
-    thread.
+    The precision of products is one for the whole process: with several threads inside, the first sets it and the last
+    restores it. Autocast is each thread's own.
     """
+    global _inside, _restore
     with torch.autocast(device_type, enabled=False):
-        before = [matmul.fp32_precision for matmul in _MATMULS]
-        if all(precision in _FULL for precision in before):
-            yield
-            return
-        try:
-            old_name = torch.get_float32_matmul_precision()
-        except RuntimeError:
-            old_name = "unreadable"
-        if old_name != "unreadable":
-            torch.set_float32_matmul_precision("highest")
-        for matmul in _MATMULS:
-            matmul.fp32_precision = "ieee"
+        with _lock:
+            if _inside == 0:
+                _restore = _pin_products()
+            _inside += 1
         try:
             yield
         finally:
-            if old_name != "unreadable":
-                torch.set_float32_matmul_precision(old_name)
-            for matmul, precision in zip(_MATMULS, before, strict=True):
-                # "none" inherits from `torch.backends.fp32_precision`, and reading shows what is inherited: a name
-                # that inherited must go on doing so.
-                matmul.fp32_precision = "none"
-                if matmul.fp32_precision != precision:
-                    matmul.fp32_precision = precision
+            with _lock:
+                _inside -= 1
+                if _inside == 0 and _restore is not None:
+                    _restore()
+
+
+def _pin_products() -> Callable[[], None] | None:
+    """Set fp32 products to fp32; returns what puts back the user's choice, None where nothing had to change.
+
+    torch keeps the precision of fp32 products twice, under names of old (`set_float32_matmul_precision`) and of new
+    (`torch.backends.<backend>.matmul.fp32_precision`), and raises where the two disagree: both are set, unless a user
+    of the new names made the old ones unreadable.
+    """
+    before = [matmul.fp32_precision for matmul in _MATMULS]
+    if all(precision in _FULL for precision in before):
+        return None
+    try:
+        old_name = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        old_name = None
+    if old_name is not None:
+        torch.set_float32_matmul_precision("highest")
+    for matmul in _MATMULS:
+        matmul.fp32_precision = "ieee"
+
+    def restore() -> None:
+        if old_name is not None:
+            torch.set_float32_matmul_precision(old_name)
+        for matmul, precision in zip(_MATMULS, before, strict=True):
+            # "none" inherits from `torch.backends.fp32_precision`, and reading shows what is inherited: a name that
+            # inherited must go on doing so.
+            matmul.fp32_precision = "none"
+            if matmul.fp32_precision != precision:
+                matmul.fp32_precision = precision
+
+    return restore

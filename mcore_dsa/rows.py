@@ -20,7 +20,8 @@ class RowPartition:
 
     Attributes:
         num_rows: rows of the call.
-        shards: for each rank its slices, in the order in which it holds them. Together they hold every row once.
+        shards: for each rank its slices, in the order in which it holds them. Together they hold every row; the three
+            partitions below hold each once.
 
     Raises: ValueError for a negative `num_rows`, a `group_size` below 1, or shards that leave out a row.
     """

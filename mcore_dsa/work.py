@@ -13,12 +13,14 @@ from typing import get_args
 import torch
 
 from mcore_dsa.geometry import DsaGeometry
+from mcore_dsa.kpool import compress_bytes
 from mcore_dsa.rows import PackWork, RowPartition, partition_rows
 from mcore_dsa.selection import DEFAULT_SCORE_BYTES, bytes_in_flight
 from mcore_dsa.settings import Partition
 from mcore_dsa.sharded import GATHERS_HELD, OVERLAP_ROWS
 
 _INT32 = _FP32 = 4
+_INT64 = 8
 # Shards this close to the least busy partition count as even; among them the fewest bytes win.
 _EVEN_ENOUGH = 1.02
 
@@ -80,20 +82,30 @@ def selection_work(
     scratch = (
         bytes_in_flight(torch.device(device), heads, dim, budget, longest, score_bytes) if work.scored_pairs else 0
     )
-    fixed = work.rows * (key_row + budget * _INT32) + work.rows // geometry.index_kpool * dim * elem_bytes + scratch
+    # Keys and gates of every row, its position, and its selection; pool keys, and what compressing takes.
+    pools = work.rows // geometry.index_kpool
+    keys = work.rows * (key_row + _INT64) + pools * _INT64
+    selecting = keys + pools * dim * elem_bytes + work.rows * budget * _INT32 + scratch
+    compressing = keys + compress_bytes(pools, dim, geometry.index_kpool) + pools * dim * elem_bytes
     ranks = []
     for rank in range(group_size):
         parts, (home,) = owned.slices(rank), held.slices(rank)
         stay = sum(max(0, min(part.stop, home.stop) - max(part.start, home.start)) for part in parts)
         received = (work.rows - len(home)) * key_row + (owned.rows_of(rank) - stay) * query_row
-        gathering = 0
+        moving = (len(home) + owned.rows_of(rank)) * query_row
+        shards = 1 if partition is None else group_size
+        # What is gathered and sent, and the piece that is being selected: positions and pools of its rows in int64.
+        piece = min(OVERLAP_ROWS, owned.rows_per_rank)
+        gathering = (GATHERS_HELD * (shards + 1) + 1) * piece * budget * _INT32 + piece * 32 * _INT64
         if partition is not None:
             received += (group_size - 1) * owned.rows_per_rank * budget * _INT32
-            piece = min(OVERLAP_ROWS, owned.rows_per_rank)
-            gathering = GATHERS_HELD * (group_size + 1) * piece * budget * _INT32
+            moving = owned.rows_of(rank) * query_row
+            if stay < len(home) or stay < owned.rows_of(rank):
+                moving = query_row * (len(home) + owned.rows_of(rank) + max(len(home), owned.rows_of(rank)))
         scored = sum(work.scored_pairs_before(part.stop) - work.scored_pairs_before(part.start) for part in parts)
         visible = sum(work.visible_pairs_before(part.stop) - work.visible_pairs_before(part.start) for part in parts)
-        peak = fixed + gathering + (len(home) + owned.rows_of(rank)) * query_row
+        own_queries = owned.rows_of(rank) * (query_row + _INT64)
+        peak = max(keys + moving, compressing + own_queries, selecting + gathering + own_queries)
         flops = 2 * heads * dim * scored
         ranks.append(RankWork(owned.rows_of(rank), visible, scored, flops, received, peak))
     return SelectionWork(partition, tuple(ranks))

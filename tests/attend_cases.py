@@ -84,3 +84,9 @@ def smallest_budget(case: Case) -> int:
     with pytest.raises(ValueError, match="accepted are at least") as refusal:
         case.out(attend_bytes=1)
     return int(str(refusal.value).split("accepted are at least ")[1].split(",")[0])
+
+
+def add_row_by_row(sum_XC: Tensor, target_IW: Tensor, grad_IWC: Tensor, batch: int) -> None:
+    """What the gradient of kv must be: a token occurs once in a row, so no two additions of one call meet."""
+    for target_BW, grad_BWC in zip(target_IW.split(batch), grad_IWC.split(batch), strict=True):
+        sum_XC.index_add_(0, target_BW.flatten(), grad_BWC.flatten(0, 1))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attend_cases import Case, assert_equal, smallest_budget
+from attend_cases import Case, add_row_by_row, assert_equal, smallest_budget
 from draw import layout_of, poisoned
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -140,7 +140,7 @@ def test_sum_on_the_cpu_is_the_sum_row_by_row(items: int, width: int, channels: 
     slots = attend._Slots(token, torch.rand(items, width) < 0.2, torch.zeros(items, 1, 1, dtype=torch.bool), batch)
     grad = torch.randn(items, width, channels)
     expected = torch.zeros(spare + 1, channels)
-    attend._add_row_by_row(expected, token.masked_fill(slots.unused_IW, spare), grad, batch)
+    add_row_by_row(expected, token.masked_fill(slots.unused_IW, spare), grad, batch)
     for count in (1, 2, 3):
         total = torch.zeros(spare + 1, channels)
         with threads(count):

@@ -29,7 +29,6 @@ ORDER = (
     "state",
     "tp_plan",
     "safetensors_files",
-    "safetensors_files",
     "binding",
     "checkpoint",
     "",

@@ -109,9 +109,10 @@ def assert_observed(seen: dict[str, Any], collectives_of_a_layer: list[tuple[Any
     assert seen["while_building"] == ([], [], 0)
     selections = LAYERS * (FORWARDS + 1)
     assert len(seen["selections"]) == selections
-    first, *later = seen["per_selection"]
-    assert first == [("all_gather_object", None, group), *collectives_of_a_layer]
-    assert later == [collectives_of_a_layer] * (selections - 1)
+    agreed = [("all_gather_object", None, group), *collectives_of_a_layer]
+    # Each module agrees in its first forward, and never again.
+    expected = [agreed] * LAYERS + [collectives_of_a_layer] * (selections - 2 * LAYERS) + [agreed] * LAYERS
+    assert seen["per_selection"] == expected
     assert seen["obtained"] == [FORWARDS] * LAYERS
     assert seen["rows"] == [FORWARDS * BATCH * len(rows)] * LAYERS
     assert seen["scored_rows"] == [FORWARDS * BATCH * scored_rows(rows)] * LAYERS
@@ -197,6 +198,10 @@ def test_flag_is_read_when_the_module_is_built() -> None:
     assert megatron_ranks(read_when_built, 2, tp=2, env=OFF) == [("contiguous", BATCH * ROWS // 2)] * 2
 
 
+def refuse(*_args: Any) -> int:
+    raise RuntimeError("a score depends on its place in the tile")
+
+
 def attempt(fault: str) -> tuple[str, list[str]]:
     """Where a model stops, in its building or its forward, and what it says in each of two forwards."""
     rank = dist.get_rank()
@@ -205,6 +210,17 @@ def attempt(fault: str) -> tuple[str, list[str]]:
         overrides["dsa_indexer_topk"] = 2 * TOPK
     if fault == "bits" and rank == 1:
         vars(attention).update(tile_fingerprint=lambda *_args: 0)
+    if fault == "keys" and rank == 1:
+        vars(attention).update(key_fingerprint=lambda *_args: 0)
+    if fault == "tile" and rank == 1:
+        vars(attention).update(tile_fingerprint=refuse)
+    if fault == "later":
+        # Both ranks have agreed on both settings; then one changes.
+        for word in ("0", "1"):
+            os.environ[PARTITION_VARIABLE] = word
+            with torch.no_grad():
+                gpt(config(**overrides))(tokens()[:, :-1], None, None)
+        os.environ[PARTITION_VARIABLE] = str(rank)
     try:
         model = gpt(config(**overrides))
     except ValueError as error:
@@ -245,6 +261,9 @@ DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
     ("bad bytes", [{}, {SCORE_BYTES_VARIABLE: "many"}], [f"rank 1: {SCORE_BYTES_VARIABLE}='many' is refused"]),
     ("topk", [ON, ON], ["indexer differs", f"top {TOPK}", f"top {2 * TOPK}"]),
     ("bits", [OFF, OFF], ["scores differs", "bits 00000000' on ranks [1]"]),
+    ("keys", [OFF, OFF], ["pool keys differs", "bits 00000000' on ranks [1]"]),
+    ("tile", [OFF, OFF], ["rank 1: a score depends on its place in the tile"]),
+    ("later", [OFF, OFF], [f"{PARTITION_VARIABLE} differs", "'off' on ranks [0], 'contiguous' on ranks [1]"]),
 ]
 
 

@@ -135,6 +135,13 @@ def test_the_head_gate_is_an_fp32_product_in_a_bf16_model() -> None:
     narrow = F.linear(x, module.linear_weights_proj.weight).float()
     assert (wide != narrow).float().mean() > 0.9
     assert {part.dtype for part in (out.q_SBHD, out.key_SBD, out.gate_SBD)} == {torch.bfloat16}
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            lowered = module(x, qr)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(lowered.weights_SBH, out.weights_SBH)
 
 
 @pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, nn.Module.float])

@@ -1,6 +1,7 @@
 """`full_precision` under every way torch offers to lower the precision of fp32 products."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -71,6 +72,28 @@ def test_inherited_setting_still_inherits() -> None:
         pass
     torch.backends.fp32_precision = "ieee"
     assert [matmul.fp32_precision for matmul in MATMULS] == ["ieee", "ieee"]
+
+
+def test_the_last_of_several_threads_restores() -> None:
+    torch.set_float32_matmul_precision("medium")
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with full_precision("cpu"):
+            entered.set()
+            leave.wait(10)
+            seen.append(MATMULS[1].fp32_precision)
+
+    thread = threading.Thread(target=other)
+    with full_precision("cpu"):
+        thread.start()
+        assert entered.wait(10)
+    # The thread is inside still: what this one found must not come back under it.
+    assert MATMULS[1].fp32_precision == "ieee"
+    leave.set()
+    thread.join()
+    assert seen == ["ieee"]
+    assert torch.get_float32_matmul_precision() == "medium"
 
 
 def test_autocast_is_off_inside_only() -> None:

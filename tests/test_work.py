@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from test_attend_memory import measured
 
 from mcore_dsa import DsaGeometry, PoolLayout, select_pools_sharded
 from mcore_dsa.collectives import exchange_rows, gather_rows
@@ -22,6 +23,7 @@ from mcore_dsa.settings import Partition
 from mcore_dsa.work import best_partition, selection_work
 
 FLASH = Path(__file__).parents[1] / "configs" / "glm-5.3-flash.json"
+SCORE_BYTES = 8 << 20
 KINDS: tuple[Partition, ...] = ("contiguous", "zigzag", "balanced")
 
 
@@ -98,6 +100,49 @@ def test_the_model_says_what_really_runs(ranks: int, lengths: list[int]) -> None
             told = (work.rows, work.scored_pairs, work.visible_pairs, work.received_bytes)
             assert told == measured[rank][number], (kind, rank)
             assert work.flops == 2 * 8 * 16 * work.scored_pairs
+
+
+def peak_of_a_run(rows: int, folder: str) -> list[int]:
+    """Per partition, off first: the most bytes this rank's allocator holds during a selection, its inputs included."""
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    mine = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
+    layout = PoolLayout.dense(rows, pool_size=4)
+    peaks = []
+
+    def selection(kind: Partition | None) -> torch.Tensor:
+        position = torch.arange(rows)
+        q, weights = torch.randn(mine.stop - mine.start, 1, 8, 16).bfloat16(), torch.randn(mine.stop - mine.start, 1, 8)
+        key, gate = gather_rows(torch.randn(mine.stop - mine.start, 1, 32).bfloat16(), group).chunk(2, dim=-1)
+        partition = None
+        if kind is None:
+            q, weights = gather_rows(q, group), gather_rows(weights, group)
+        else:
+            partition = partition_rows(kind, rows, ranks, [rows], pool_size=4, budget=3)
+            q, weights = exchange_rows([q, weights], partition, group)
+        pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
+        shards = group if kind else None
+        sizes = {"budget": 3, "score_bytes": SCORE_BYTES}
+        return select_pools_sharded(
+            q, weights, pool_key, layout, position, query_shard_group=shards, partition=partition, **sizes
+        )
+
+    for kind in (None, *KINDS):
+        selection(kind)
+        peaks.append(measured(lambda kind=kind: selection(kind), Path(folder) / f"{rank}.json")[0])
+    return peaks
+
+
+def test_peak_bytes_are_those_of_a_real_run(tmp_path: Path) -> None:
+    rows = 24_576
+    measured_peaks = run_ranks(peak_of_a_run, 2, rows, str(tmp_path), timeout=120)
+    for number, kind in enumerate((None, *KINDS)):
+        options = {"group_size": 2, "partition": kind, "device": "cpu", "score_bytes": SCORE_BYTES}
+        modelled = [rank.peak_bytes for rank in selection_work([rows], small_geometry(), **options).ranks]
+        real = [peaks[number] for peaks in measured_peaks]
+        # Temporaries of one operation on a few integers a row come and go unmodelled: up to 3% at this size.
+        assert all(1.05 * told >= held for told, held in zip(modelled, real, strict=True)), (kind, modelled, real)
+        # And not by far below: the bytes of scores are a bound, of which ties at the cut would use the rest.
+        assert max(real) >= 0.7 * max(modelled), (kind, modelled, real)
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(1, 16))

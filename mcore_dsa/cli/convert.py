@@ -18,10 +18,10 @@ from mcore_dsa.binding import CheckpointBinding, DsaStorage
 from mcore_dsa.binding import verify as verify_checkpoint
 from mcore_dsa.checkpoint import (
     LayerTensor,
-    new_folder,
     export_attention,
     load_attention,
     merge_attention,
+    new_folder,
     write_attention,
 )
 from mcore_dsa.cli.outcome import Outcome

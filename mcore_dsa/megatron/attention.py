@@ -16,9 +16,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mcore_dsa import __version__
 from mcore_dsa.attend import sparse_attention
 from mcore_dsa.collectives import agree, exchange_rows, gather_rows
-from mcore_dsa.kpool import PoolLayout, compress_keys
+from mcore_dsa.kpool import PoolLayout, compress_keys, key_fingerprint
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.rows import partition_rows
@@ -39,8 +40,8 @@ class KPoolDSAttention(MegatronModule):
         counters: rows and pairs this rank scored.
         indexer_seconds: host seconds spent in projections, exchange and selection.
 
-    Building has no side effects (Megatron builds a core attention twice a layer and drops the first): settings are
-    agreed over the TP group in the first forward.
+    Building has no side effects (Megatron builds a core attention twice a layer and drops the first): the first forward
+    of a module agrees its settings over the TP group.
 
     Raises: ValueError for a setting that cannot be read (at TP 1 while building, else in the first forward on every
     rank), for context parallelism, and for a mask that is not causal.
@@ -77,6 +78,7 @@ class KPoolDSAttention(MegatronModule):
         self.selections_obtained = 0
         self.counters = SelectionCounters()
         self.indexer_seconds = 0.0
+        self._agreed = False
 
     def forward(
         self,
@@ -103,7 +105,7 @@ class KPoolDSAttention(MegatronModule):
 
         Returns: `[s, b, heads / TP * kv_lora_rank]`.
         """
-        self._check_call(query, value, attn_mask_type, packed_seq_params)
+        self._check_call(query, value, attn_mask_type, position_ids, packed_seq_params)
         rows, batch = query.shape[:2]
         layout = PoolLayout.dense(rows, pool_size=self.config.dsa_indexer_kpool, batch=batch, device=query.device)
         position_S = torch.arange(rows, device=query.device)
@@ -131,7 +133,8 @@ class KPoolDSAttention(MegatronModule):
 
     @torch.no_grad()
     def _obtain_selection(self, x_LBC: Tensor, qr_LBL: Tensor, layout: PoolLayout, position_S: Tensor) -> Tensor:
-        self._agree(layout.device)
+        if not self._agreed:
+            self._agree(layout.device)
         group = self.tp_group
         q, weights, key_LBD, gate_LBD = self.indexer(x_LBC.detach(), qr_LBL.detach())
         key_SBD, gate_SBD = gather_rows(torch.cat([key_LBD, gate_LBD], dim=-1), group).chunk(2, dim=-1)
@@ -161,18 +164,26 @@ class KPoolDSAttention(MegatronModule):
         return selection_BSK
 
     def _agree(self, device: torch.device) -> None:
-        """Hold the settings, the shape and the arithmetic of the selection against the other ranks', once a group."""
+        """Hold the settings, the shape and the arithmetic of the selection against the other ranks', once a module."""
         heads, dim = self.indexer.heads, self.indexer.head_dim
-        config, tile = self.config, tile_for(device, heads)
+        config, faults = self.config, list(self.settings.faults)
+        try:
+            bits = f"{tile_fingerprint(device, heads, dim):08x}"
+        except RuntimeError as error:
+            bits = "unusable"
+            faults.append(str(error))
         newly = agree(
             {
                 **self.settings.describe(),
+                "mcore_dsa": __version__,
                 "indexer": f"{heads} x {dim}, top {config.dsa_indexer_topk}, pools of {config.dsa_indexer_kpool}",
-                "scores": f"{device.type}, {tile}, bits {tile_fingerprint(device, heads, dim):08x}",
+                "scores": f"{device.type}, {tile_for(device, heads)}, bits {bits}",
+                "pool keys": f"bits {key_fingerprint(device, dim):08x}",
             },
-            self.settings.faults,
+            faults,
             self.tp_group,
         )
+        self._agreed = True
         # Every tensor-parallel group agrees; what the first of them says holds for all.
         if newly and torch.distributed.get_rank() == 0:
             self._log_settings()
@@ -191,10 +202,19 @@ class KPoolDSAttention(MegatronModule):
             done = f"each rank scores its {partition.value} shard of the rows"
         _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
 
-    def _check_call(self, query: Tensor, value: None, attn_mask_type: AttnMaskType | None, packed: Any) -> None:
+    def _check_call(
+        self,
+        query: Tensor,
+        value: None,
+        attn_mask_type: AttnMaskType | None,
+        position_ids: Tensor | None,
+        packed: Any,
+    ) -> None:
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if mask_type != AttnMaskType.causal:
             raise ValueError(f"attn_mask_type is {mask_type}; accepted is AttnMaskType.causal")
+        if position_ids is not None:
+            raise ValueError("position_ids is given; accepted is None: rows stand at tokens 0 ... s-1")
         if packed is not None:
             raise ValueError("packed_seq_params is given; accepted is None: packed documents are not supported here")
         if value is not None or query.ndim != 4:

@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """PyTorch's LayerNorm with bias, marked and placed as Megatron needs it: the key norm of the indexer.
+    """PyTorch's LayerNorm with bias, marked and placed as Megatron needs it.
 
     Raises:
         ValueError: ``config`` asks for another normalization, or for zero-centred weights.

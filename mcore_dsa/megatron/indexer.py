@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mcore_dsa.megatron.backend import parameter_device, replicated_rng
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
+from mcore_dsa.precision import full_precision
 
 # Rows widened to fp32 at a time for the head gates, 16 MiB at 4,096 channels.
 _GATE_ROWS = 1024
@@ -80,7 +81,8 @@ class KPoolDSAIndexer(MegatronModule):
         key_SBD = self.k_norm(self.linear_wk(x_SBC))
         gate_SBD = F.linear(x_SBC, self.index_kpool_compress_gate)
         weight_HC = self.linear_weights_proj.weight.float()
-        weights_SBH = torch.cat([F.linear(rows.float(), weight_HC) for rows in x_SBC.split(_GATE_ROWS)])
+        with full_precision(x_SBC.device.type):
+            weights_SBH = torch.cat([F.linear(rows.float(), weight_HC) for rows in x_SBC.split(_GATE_ROWS)])
         return IndexerProjections(q_SBHD, weights_SBH * (self.heads**-0.5 * self.head_dim**-0.5), key_SBD, gate_SBD)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KPoolDSAIndexer:

@@ -57,6 +57,8 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         sequence_parallel=parallel.tensor > 1,
         params_dtype=dtype,
+        # Two equal runs must be equal to the last bit: the embedding's gradient has a path with atomics.
+        deterministic_mode=True,
         pipeline_dtype=dtype,
         bf16=training.dtype == "bf16",
         **recompute[training.recompute],
