@@ -338,8 +338,8 @@ def _add_in_row_order(sum_XC: Tensor, slots: _Slots, latent_grad_IWC: Tensor) ->
         # The CPU kernel adds equal indices in the order they come in: 12 times faster than row by row at 16 channels.
         sum_XC.index_add_(0, target_IW.flatten(), latent_grad_IWC.flatten(0, 1))
     else:
-        # There index_add_ is atomic. This sorts the indices, stably, and adds equal ones one after the other (of at most
-        # 32 channels: those of a chunk first); torch itself takes it for a deterministic index_add_.
+        # There index_add_ is atomic. This sorts the indices, stably, and adds equal ones one after the other (of 32
+        # channels or fewer: those of a chunk first); torch itself takes it for a deterministic index_add_.
         sum_XC.index_put_((target_IW.flatten(),), latent_grad_IWC.flatten(0, 1), accumulate=True)
 
 
