@@ -243,4 +243,4 @@ def too_small() -> str:
 def test_a_byte_budget_that_nothing_fits_raises_on_every_rank(variable: str) -> None:
     one, other = megatron_ranks(too_small, 2, tp=2, env={**ON, variable: "1"}, timeout=45.0)
     assert one == other
-    assert ("score" if variable == SCORE_BYTES_VARIABLE else "attend") in one
+    assert ("score" if variable == SCORE_BYTES_VARIABLE else "attend") in one.lower()

@@ -21,6 +21,7 @@ from models import BATCH, OFF, ON, ROWS, VOCAB, Run, assert_equal, attentions, c
 
 from mcore_dsa.megatron import (
     KPoolDSAttention,
+    check_wiring,
     kpool_dsa_attention_spec,
     kpool_dsa_block_spec,
     kpool_dsa_layer_spec,
@@ -213,6 +214,8 @@ def wiring_faults() -> dict[str, str]:
     block = TransformerBlockSubmodules(layer_specs=stock_layers(), layer_norm=BACKEND.layer_norm(rms_norm=True))
     model = GPTModel(cfg, block, VOCAB, ROWS, position_embedding_type="none")
     said["stock"] = str([name for name, module in model.named_modules() if isinstance(module, DSAttention)])
+    record("built by somebody else", lambda: check_wiring(model))
+    record("nothing of it", lambda: check_wiring(torch.nn.Linear(1, 1)))
     return said
 
 
@@ -224,6 +227,8 @@ def test_a_stock_selection_is_detected() -> None:
     # A model of Megatron's own specification does hold what the builders refuse.
     assert said["stock"] == stock
     assert said["gpt"] == f"0 of 2 attention layers are k-pool DSA, and these select tokens: {stock}"
+    assert said["built by somebody else"] == said["gpt"]
+    assert said["nothing of it"] == "0 of 0 attention layers are k-pool DSA, and these select tokens: []"
     assert said["hybrid"].startswith("0 of 1 attention layers are k-pool DSA")
     assert "'decoder.layers.0.self_attention.core_attention'" in said["hybrid"]
 

@@ -4,6 +4,7 @@ from mcore_dsa.megatron.attention import KPoolDSAttention
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.megatron.spec import (
+    check_wiring,
     kpool_dsa_attention_spec,
     kpool_dsa_block_spec,
     kpool_dsa_gpt_model,
@@ -16,6 +17,7 @@ __all__ = [
     "KPoolDSAIndexer",
     "KPoolDSATransformerConfig",
     "KPoolDSAttention",
+    "check_wiring",
     "kpool_dsa_attention_spec",
     "kpool_dsa_block_spec",
     "kpool_dsa_gpt_model",

@@ -24,8 +24,8 @@ from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.rows import partition_rows
 from mcore_dsa.scoring import tile_fingerprint, tile_for
-from mcore_dsa.selection import SelectionCounters
-from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
+from mcore_dsa.selection import SelectionCounters, smallest_score_bytes
+from mcore_dsa.settings import PARTITION_VARIABLE, SCORE_BYTES_VARIABLE, read_settings
 from mcore_dsa.sharded import select_pools_sharded
 
 _log = logging.getLogger(__name__)
@@ -167,6 +167,10 @@ class KPoolDSAttention(MegatronModule):
         """Hold the settings, the shape and the arithmetic of the selection against the other ranks', once a module."""
         heads, dim = self.indexer.heads, self.indexer.head_dim
         config, faults = self.config, list(self.settings.faults)
+        given = self.settings.score_bytes.value
+        least = smallest_score_bytes(device, heads, dim, config.dsa_indexer_pool_budget)
+        if given < least:
+            faults.append(f"{SCORE_BYTES_VARIABLE} is {given}; accepted for this geometry is {least} or more")
         try:
             bits = f"{tile_fingerprint(device, heads, dim):08x}"
         except RuntimeError as error:

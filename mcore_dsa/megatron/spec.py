@@ -135,7 +135,8 @@ def kpool_dsa_gpt_model(
         vp_stage=vp_stage,
         **model_arguments,
     )
-    _check_wiring(model, layers=len(model.decoder.layers))
+    if model.decoder.layers:
+        check_wiring(model)
     return model
 
 
@@ -170,7 +171,8 @@ def kpool_dsa_hybrid_model(
         vp_stage=vp_stage,
         **model_arguments,
     )
-    _check_wiring(model, layers=sum(isinstance(module, AbsorbedMLASelfAttention) for module in model.modules()))
+    if any(isinstance(module, AbsorbedMLASelfAttention) for module in model.modules()):
+        check_wiring(model)
     return model
 
 
@@ -226,9 +228,17 @@ def _specs_of(node: object, module: type) -> list[ModuleSpec]:
     return found
 
 
-def _check_wiring(model: nn.Module, *, layers: int) -> None:
-    """A model with a stock `DSAttention` left in it would run token-level selection without a word."""
+def check_wiring(model: nn.Module) -> int:
+    """How many attention layers of a built model are k-pool DSA.
+
+    Call it on a model that somebody else built: a specification that nobody gave to `use_kpool_dsa` trains without a
+    word, with Megatron's own `DSAttention`, which selects tokens.
+
+    Raises: RuntimeError where an absorbed-MLA or DSA layer is not k-pool DSA, or none is.
+    """
     stock = [name for name, module in model.named_modules() if isinstance(module, DSAttention)]
+    absorbed = sum(isinstance(module, AbsorbedMLASelfAttention) for module in model.modules())
     ours = sum(isinstance(module, KPoolDSAttention) for module in model.modules())
-    if stock or ours != layers:
-        raise RuntimeError(f"{ours} of {layers} attention layers are k-pool DSA, and these select tokens: {stock}")
+    if stock or ours != absorbed or ours == 0:
+        raise RuntimeError(f"{ours} of {absorbed} attention layers are k-pool DSA, and these select tokens: {stock}")
+    return ours
