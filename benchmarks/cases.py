@@ -43,12 +43,14 @@ class Inputs:
             PackWork(lengths, POOL_SIZE, BUDGET),
         )
 
-    def select(self, rows: Sequence[range] | None = None) -> Tensor:
-        """Select for all rows, or for the slices `rows` as one shard."""
-        if rows is None:
-            return select_pools(self.q, self.weights, self.pool_key, self.layout, budget=BUDGET)
+    def select(self) -> Tensor:
+        return select_pools(self.q, self.weights, self.pool_key, self.layout, budget=BUDGET)
+
+    def shard(self, rows: Sequence[range]) -> Callable[[], Tensor]:
+        """The selection of the slices `rows`, whose queries the rank holds already."""
         index = torch.cat([torch.arange(part.start, part.stop) for part in rows])
-        return select_pools(self.q[index], self.weights[index], self.pool_key, self.layout, index, budget=BUDGET)
+        q, weights = self.q[index], self.weights[index]
+        return lambda: select_pools(q, weights, self.pool_key, self.layout, index, budget=BUDGET)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -99,11 +101,11 @@ def slowest_rank_over_unsharded(
         for kind in PARTITIONS
     }
     ratios: dict[tuple[int, Partition], list[float]] = {key: [] for key in partitions}
-    inputs.select([range(rows // 2, rows // 2 + 512)])
+    inputs.shard([range(rows // 2, rows // 2 + 512)])()
     for _ in range(repetitions):
         unsharded = seconds(inputs.select)
         for key, partition in partitions.items():
-            ranks = [seconds(lambda part=part: inputs.select(part)) for part in partition.shards]
+            ranks = [seconds(inputs.shard(parts)) for parts in partition.shards]
             ratios[key].append(max(ranks) / unsharded)
     return ratios
 
@@ -111,7 +113,7 @@ def slowest_rank_over_unsharded(
 def pack_over_document(repetitions: int, documents: int = 8, length: int = 4096) -> list[float]:
     """(d) a pack of documents over one document of as many tokens."""
     pack, one = Inputs.of(*[length] * documents), Inputs.of(documents * length)
-    pack.select([range(length)])
+    pack.shard([range(length)])()
     return [seconds(pack.select) / seconds(one.select) for _ in range(repetitions)]
 
 
