@@ -85,8 +85,9 @@ class PoolLayout:
                 f"num_tokens is {num_tokens} and first_pool_id {first_pool_id}; accepted are sizes whose pool ids fit "
                 "int32"
             )
-        start = segment_start_BN.long().contiguous()
-        end = segment_end_BN.long().contiguous()
+        # Copies: a data loader that reuses its buffer must not move the segments of a layout made from it.
+        start = segment_start_BN.to(torch.int64, copy=True).contiguous()
+        end = segment_end_BN.to(torch.int64, copy=True).contiguous()
         previous_end = torch.cat([torch.zeros_like(end[:, :1]), end[:, :-1]], dim=1)
         bad = (start < previous_end) | (end < start) | (end > num_tokens)
         if bool(bad.any()):

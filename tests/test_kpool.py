@@ -278,3 +278,19 @@ def test_exp_is_within_two_ulp() -> None:
     edges = kpool._exp_of_nonpositive(torch.tensor([-88.0, -1e30, -math.inf, math.nan]))
     assert edges[:3].tolist() == [float(kpool._exp_of_nonpositive(torch.tensor([-87.0])))] * 3
     assert edges[3].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_layout_keeps_its_segments_when_the_caller_reuses_the_buffer(dtype: torch.dtype) -> None:
+    cu_seqlens, position = torch.tensor([0, 5, 14, 17], dtype=dtype), torch.arange(17)
+    bounds = torch.tensor([[0, 5, 14]], dtype=dtype), torch.tensor([[5, 14, 17]], dtype=dtype)
+    layouts = [
+        PoolLayout.from_cu_seqlens(cu_seqlens, pool_size=4),
+        PoolLayout.from_segments(*bounds, num_tokens=17, pool_size=4),
+    ]
+    before = [layout.visible(position) for layout in layouts]
+    for buffer in (cu_seqlens, *bounds):
+        buffer.zero_()
+    for layout, (first, count) in zip(layouts, before, strict=True):
+        assert torch.equal(layout.visible(position)[0], first)
+        assert torch.equal(layout.visible(position)[1], count)
