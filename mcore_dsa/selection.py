@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.checks import check_device, check_integer, check_positive
-from mcore_dsa.kpool import PoolLayout
+from mcore_dsa.kpool import PoolLayout, check_layout
 from mcore_dsa.precision import full_precision
 from mcore_dsa.scoring import Tile, TileScorer, tile_fingerprint, tile_for
 from mcore_dsa.topk import COLUMN_BYTES, KEPT_BYTES, RunningTopK
@@ -225,6 +225,7 @@ def _block_pools(tile: Tile, heads: int, dim: int, budget: int, score_bytes: int
 def _check_call(
     q: Tensor, weights: Tensor, pool_key: Tensor, layout: PoolLayout, position: Tensor | None, budget: int
 ) -> Tensor:
+    check_layout(layout)
     for name, tensor in (("q_SBHD", q), ("weights_SBH", weights), ("pool_key_PBD", pool_key)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
+from mcore_dsa.selection import select_pools
 
 
 def ids(*rows: list[int]) -> Tensor:
@@ -166,3 +167,8 @@ def test_expand_selection_refuses_ids_before_and_after_a_numbering_that_starts_l
     selection = torch.tensor([[[pool]]], dtype=torch.int32)
     with pytest.raises(ValueError, match=rf"pool ids from {pool} to {pool}; accepted are -1 and \[2, 4\)"):
         expand_selection(selection, layout, torch.tensor([7]), always_select_tail=False)
+
+
+def test_selecting_without_a_layout() -> None:
+    with pytest.raises(TypeError, match="layout is NoneType; accepted is a PoolLayout"):
+        select_pools(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), None, budget=1)
