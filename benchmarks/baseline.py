@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_dsa.selection import DEFAULT_SCORE_BYTES
+from mcore_dsa.settings import DEFAULT_SCORE_BYTES
 
 
 def select_by_mask(q_SBHD: Tensor, weights_SBH: Tensor, pool_key_PBD: Tensor, *, pool_size: int, budget: int) -> Tensor:

@@ -10,8 +10,8 @@ from test_attention import glm_case
 
 from benchmarks.cases import BUDGET, DIM, HEADS, Inputs
 from mcore_dsa import select_pools
-from mcore_dsa.scoring import tile_for
-from mcore_dsa.selection import DEFAULT_SCORE_BYTES
+from mcore_dsa.backends.torch.scoring import tile_for
+from mcore_dsa.settings import DEFAULT_SCORE_BYTES
 
 TOKENS = (8192, 65536)
 PRODUCTS = 20

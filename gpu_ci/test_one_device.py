@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from on_device import DEVICE, moved, requested_at_peak
 from test_partitions import PACKS, exchange, selection_over_ranks
 
-from mcore_dsa import PoolLayout, compress_keys, expand_selection, fused_qk_topk_kpool, scoring, select_pools
-from mcore_dsa.selection import smallest_score_bytes
+from mcore_dsa import PoolLayout, compress_keys, expand_selection, fused_qk_topk_kpool, select_pools
+from mcore_dsa.backends.torch import scoring
+from mcore_dsa.backends.torch.select import smallest_score_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -189,7 +190,9 @@ def test_layouts_and_expansions_are_those_of_the_cpu(call: Call, tail: bool) -> 
     for field in fields(layout):
         here, made = getattr(layout, field.name), getattr(there, field.name)
         assert torch.equal(made.cpu(), here) if isinstance(here, torch.Tensor) else made == here
-    for made, here in zip(there.visible(moved(position)), layout.visible(position), strict=True):
+    for made, here in zip(
+        vars(there.bounds(moved(position))).values(), vars(layout.bounds(position)).values(), strict=True
+    ):
         assert torch.equal(made.cpu(), here)
     selection = call.select()
     expanded = expand_selection(moved(selection), there, moved(position), always_select_tail=tail)

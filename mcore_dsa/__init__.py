@@ -1,12 +1,22 @@
 """GLM-5.3-Flash's DeepSeek Sparse Attention for Megatron-Core, its indexer sharded over tensor parallelism.
 
 Importing this package needs torch alone; `mcore_dsa.megatron` needs megatron-core.
+
+Letters of shapes, one meaning each in the whole package; a suffix as in `q_SBHD` names a tensor's dimensions:
+
+    S rows (queries) of a call          O own rows, of this rank's shard     L rows a rank holds (sequence-parallel)
+    R rows of a tile, strip or chunk    I items of a chunk                   X everything flattened
+    T tokens (keys)                     B batch (samples)                    N segments (documents)
+    P pools                             M pools (columns) of a block         J tokens of one pool
+    K selected pools a row (budget)     W token slots a row                  G ranks of a group
+    H heads                             D index channels                     C latent channels
+    E hidden channels                   Q query-latent channels              F, U input and output features
+    x any leading dimensions            1 one
 """
 
-from mcore_dsa.attend import sparse_attention
+from mcore_dsa.functions import compress_keys, select_pools, sparse_attention
 from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
-from mcore_dsa.selection import select_pools
+from mcore_dsa.kpool import PoolLayout, expand_selection
 from mcore_dsa.sharded import fused_qk_topk_kpool, select_pools_sharded
 from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 

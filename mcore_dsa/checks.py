@@ -48,3 +48,15 @@ def check_natural(name: str, value: int) -> None:
     """Refuse anything but an integer of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} is {value!r}; accepted is an integer >= 0")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; accepted are True and False")
+
+
+def check_bytes(name: str, value: int) -> None:
+    """Refuse anything but an integer; how many bytes are enough is for its user to say."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; accepted is an integer number of bytes")

@@ -1,7 +1,6 @@
-"""k-pool layout: documents cut into pools, pools compressed to keys, pool ids expanded back to tokens.
+"""k-pool layout: documents cut into pools, what each row sees of them, pool ids expanded back to tokens.
 
-Shapes by suffix: S rows (queries), T tokens (keys), B batch, N segments, P pools, K selected pools a row, W selected
-tokens a row, D index channels, J tokens of one pool (`pool_size`).
+Letters of shapes: `mcore_dsa/__init__.py`.
 
 Left padding, right padding and packed documents are one mechanism: a sample is a list of segments, every segment is
 cut into pools from its own first token, and an incomplete pool at its end is no pool. Pools are numbered through the
@@ -10,28 +9,21 @@ whole sample in token order.
 
 from __future__ import annotations
 
-import functools
-import math
-import zlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from mcore_dsa.checks import check_device, check_floating, check_integer, check_natural, check_positive, kind_of
+from mcore_dsa.checks import check_bool, check_device, check_integer, check_natural, check_positive, kind_of
 
-# fp32 elements of scratch in `compress_keys`, which is elementwise: the size moves no bit of the result.
-_COMPRESS_ELEMENTS = 1 << 20
 # Token ids that `expand_selection` works on at a time.
 _EXPAND_ELEMENTS = 1 << 20
-
-_LOG2_E = 1.4426950408889634
-# ln 2 in two parts: the first has 10 significant bits, so that n * _LN2_HIGH is exact for every |n| < 2**14.
-_LN2_HIGH = 0.693359375
-_LN2_LOW = math.log(2.0) - _LN2_HIGH
+# Pool ids and token ids are int32.
+_IDS = 2**31
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PoolLayout:
     """Where the pools of a batch lie. Build one with the class methods, which check what they are given.
 
@@ -80,10 +72,10 @@ class PoolLayout:
         check_positive("pool_size", pool_size)
         check_natural("num_tokens", num_tokens)
         check_natural("first_pool_id", first_pool_id)
-        if first_pool_id + num_tokens // pool_size > 2**31:
+        if num_tokens > _IDS or first_pool_id + num_tokens // pool_size > _IDS:
             raise ValueError(
-                f"num_tokens is {num_tokens} and first_pool_id {first_pool_id}; accepted are sizes whose pool ids fit "
-                "int32"
+                f"num_tokens is {num_tokens} and first_pool_id {first_pool_id}; accepted are sizes whose token ids and "
+                "pool ids fit int32"
             )
         # Copies: a data loader that reuses its buffer must not move the segments of a layout made from it.
         start = segment_start_BN.to(torch.int64, copy=True).contiguous()
@@ -174,97 +166,72 @@ class PoolLayout:
     def device(self) -> torch.device:
         return self.segment_start_BN.device
 
-    def visible(self, position_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Visible complete pools of each row's own segment: int64 `(first_pool_BS, count_BS)`.
-
-        `position_S` is the token a row stands at; a row on padding or at a negative position sees nothing. A pool is
-        visible when its last token is at or before the row.
-        """
-        first_pool, seen = self._locate(position_S)
-        return first_pool, seen // self.pool_size
-
-    def tail(self, position_S: Tensor) -> tuple[Tensor, Tensor]:
-        """The row's own incomplete pool: int64 `(first_token_BS, count_BS)`, `count = seen tokens % pool_size`."""
-        _, seen = self._locate(position_S)
-        count = seen % self.pool_size
-        return position_S.long() + 1 - count, count
-
-    def _locate(self, position_S: Tensor) -> tuple[Tensor, Tensor]:
+    def bounds(self, position_S: Tensor) -> RowBounds:
+        """What rows standing at tokens `position_S`, integer `[s]`, see; nothing on padding or below 0."""
         check_integer("position_S", position_S, ndim=1)
         check_device(self.device, position_S=position_S)
-        position = position_S.long().expand(self.batch, -1).contiguous()
-        segment = torch.searchsorted(self.segment_start_BN, position, right=True) - 1
+        position_S = position_S.long()
+        position_BS = position_S.expand(self.batch, -1).contiguous()
+        segment = torch.searchsorted(self.segment_start_BN, position_BS, right=True) - 1
         inside = segment >= 0
         segment = segment.clamp(min=0)
-        inside &= position < self.segment_end_BN.gather(1, segment)
-        seen = (position + 1 - self.segment_start_BN.gather(1, segment)) * inside
-        return self.segment_first_pool_BN.gather(1, segment), seen
+        inside &= position_BS < self.segment_end_BN.gather(1, segment)
+        seen_BS = (position_BS + 1 - self.segment_start_BN.gather(1, segment)) * inside
+        return RowBounds(
+            position_S,
+            self.segment_first_pool_BN.gather(1, segment),
+            seen_BS // self.pool_size,
+            seen_BS % self.pool_size,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowBounds:
+    """What each row of a call sees of its own segment, on the layout's device: located once, read by every layer.
+
+    Attributes:
+        position_S: int64, the token a row stands at.
+        first_BS: int64, id of the first pool of the row's segment.
+        visible_BS: int64, complete pools the row sees, from `first_BS` on: those whose last token is at or before it.
+        tail_BS: int64, tokens of the row's own incomplete pool, of which the row's is the last.
+    """
+
+    position_S: Tensor
+    first_BS: Tensor
+    visible_BS: Tensor
+    tail_BS: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.position_S.shape[0]
+
+    @cached_property
+    def on_host(self) -> tuple[Tensor, Tensor]:
+        """`first_BS` and `visible_BS` on the CPU; the first call waits for the device, no later one does."""
+        first_BS, visible_BS = torch.stack([self.first_BS, self.visible_BS]).cpu()
+        return first_BS, visible_BS
+
+    @cached_property
+    def max_visible(self) -> int:
+        """The greatest of `visible_BS`, 0 where there are no rows; waits for the device once."""
+        _, visible_BS = self.on_host
+        return int(visible_BS.max()) if visible_BS.numel() else 0
+
+    def take(self, rows: slice | Tensor) -> RowBounds:
+        """The bounds of some of the rows, by a slice or by int64 indices."""
+        taken = RowBounds(
+            self.position_S[rows], self.first_BS[:, rows], self.visible_BS[:, rows], self.tail_BS[:, rows]
+        )
+        if isinstance(rows, slice) and "on_host" in vars(self):
+            first_BS, visible_BS = self.on_host
+            vars(taken)["on_host"] = (first_BS[:, rows], visible_BS[:, rows])
+        return taken
 
 
 def check_layout(layout: PoolLayout) -> None:
     """Refuse anything but a `PoolLayout`."""
     if not isinstance(layout, PoolLayout):
         raise TypeError(f"layout is {kind_of(layout)}; accepted is a PoolLayout")
-
-
-@torch.no_grad()
-def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: PoolLayout) -> Tensor:
-    """Compressed key of every pool: softmax over the pool's tokens, per channel, of `gate + ape`, times the keys.
-
-    Args:
-        key_TBD, gate_TBD: floating `[t, b, d]`, the normalised index keys and their compression gates.
-        ape_JD: floating `[pool_size, d]`, learned offset of each place in a pool.
-
-    Returns: `pool_key_PBD` `[num_pools, b, d]` in the dtype of the keys, accumulated in fp32; zeros in slots that hold
-    no pool. Each value depends on its pool's own keys and gates and on `ape` alone, bit for bit on every device:
-    only operations that IEEE 754 rounds exactly are used, `exp` included, in one written order.
-
-    Source: transformers' `Glm5NextTextIndexer.get_pooled_states`.
-    """
-    check_layout(layout)
-    check_floating("key_TBD", key_TBD, (layout.num_tokens, layout.batch, None))
-    check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
-    check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
-    check_device(layout.device, key_TBD=key_TBD, gate_TBD=gate_TBD, ape_JD=ape_JD)
-    num_pools, batch, channels = layout.num_pools, layout.batch, key_TBD.shape[-1]
-    pool_key_PBD = key_TBD.new_empty(num_pools, batch, channels)
-    ape = ape_JD.float()
-    sample = torch.arange(batch, device=layout.device)
-    step = max(1, _COMPRESS_ELEMENTS // max(1, batch * channels * layout.pool_size))
-    for begin in range(0, num_pools, step):
-        token = layout.pool_token_BP[:, begin : begin + step].T
-        exists = (token >= 0).unsqueeze(-1)
-        token = token.clamp(min=0)
-        logits = [gate_TBD[token + j, sample].float() + ape[j] for j in range(layout.pool_size)]
-        highest = logits[0]
-        for logit in logits[1:]:
-            highest = torch.maximum(highest, logit)
-        weights = [_exp_of_nonpositive(logit - highest) for logit in logits]
-        total = weights[0]
-        for weight in weights[1:]:
-            total = total + weight
-        pooled = torch.zeros_like(total)
-        for j, weight in enumerate(weights):
-            pooled = pooled + (weight / total) * key_TBD[token + j, sample].float()
-        pool_key_PBD[begin : begin + step] = torch.where(exists, pooled, 0.0)
-    return pool_key_PBD
-
-
-def compress_bytes(pools: int, dim: int, pool_size: int) -> int:
-    """Bytes that `compress_keys` takes beside its result: logits, weights, and a few values a pool and channel."""
-    elements = min(_COMPRESS_ELEMENTS, pools * dim * pool_size)
-    return elements * (8 + 28 // pool_size)
-
-
-@functools.cache
-def key_fingerprint(device: torch.device, dim: int) -> int:
-    """Digest of the bits to which this device compresses fixed keys; equal on two ranks whose pool keys agree."""
-    generator = torch.Generator("cpu").manual_seed(21)
-    layout = PoolLayout.dense(256, pool_size=4, device=device)
-    key, gate = (torch.randn(256, 1, dim, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2))
-    ape = torch.zeros(4, dim, dtype=torch.float32, device=device)
-    pool_key = compress_keys(key.to(device), (4 * gate).to(device), ape, layout)
-    return zlib.crc32(pool_key.cpu().numpy().tobytes())
 
 
 def expand_selection(
@@ -281,7 +248,9 @@ def expand_selection(
 
     Raises: TypeError unless int32, ValueError for an id that is not a complete pool visible to its row.
     """
+    check_bool("always_select_tail", always_select_tail)
     check_selection(selection_BSK, layout, position_S)
+    bounds = layout.bounds(position_S)
     batch, rows, budget = selection_BSK.shape
     width = budget * layout.pool_size + (layout.pool_size - 1 if always_select_tail else 0)
     token_BSW = selection_BSK.new_empty(batch, rows, width)
@@ -290,7 +259,7 @@ def expand_selection(
     for start in range(0, rows, step):
         part = slice(start, start + step)
         token_BSW[:, part], unseen_here = expand_unchecked(
-            selection_BSK[:, part], layout, position_S[part], always_select_tail=always_select_tail
+            selection_BSK[:, part], layout, bounds.take(part), always_select_tail=always_select_tail
         )
         unseen |= unseen_here
     raise_if_unseen(unseen)
@@ -320,7 +289,7 @@ def check_selection(selection_BSK: Tensor, layout: PoolLayout, position_S: Tenso
 
 
 def expand_unchecked(
-    selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor, *, always_select_tail: bool
+    selection_BSK: Tensor, layout: PoolLayout, bounds: RowBounds, *, always_select_tail: bool
 ) -> tuple[Tensor, Tensor]:
     """`expand_selection` for ids already inside the layout; chunks of rows may call it one after another.
 
@@ -328,10 +297,9 @@ def expand_unchecked(
     caller's to pass to `raise_if_unseen`, once, so that a chunked loop costs one host synchronisation.
     """
     pool_size = layout.pool_size
-    first_pool_BS, visible_BS = layout.visible(position_S)
     used = selection_BSK >= 0
-    rank = selection_BSK - first_pool_BS.unsqueeze(-1)
-    unseen = (used & ((rank < 0) | (rank >= visible_BS.unsqueeze(-1)))).any()
+    rank = selection_BSK - bounds.first_BS.unsqueeze(-1)
+    unseen = (used & ((rank < 0) | (rank >= bounds.visible_BS.unsqueeze(-1)))).any()
     slot = (selection_BSK.long() - layout.first_pool_id).clamp_(0, max(0, layout.num_pools - 1))
     batch, rows, budget = selection_BSK.shape
     tail_width = pool_size - 1 if always_select_tail else 0
@@ -344,9 +312,9 @@ def expand_unchecked(
     else:
         token_BSW[..., : budget * pool_size] = -1
     if tail_width:
-        tail_start, tail_count = layout.tail(position_S)
-        tail = tail_start.unsqueeze(-1) + offset[:-1]
-        token_BSW[..., budget * pool_size :] = tail.masked_fill_(offset[:-1] >= tail_count.unsqueeze(-1), -1)
+        tail_count_BS1 = bounds.tail_BS.unsqueeze(-1)
+        tail = bounds.position_S.unsqueeze(-1) + 1 - tail_count_BS1 + offset[:-1]
+        token_BSW[..., budget * pool_size :] = tail.masked_fill_(offset[:-1] >= tail_count_BS1, -1)
     return token_BSW, unseen
 
 
@@ -356,21 +324,3 @@ def raise_if_unseen(unseen: Tensor) -> None:
             "selection_BSK holds a pool id that its row cannot see (another segment's, an incomplete or a future "
             "pool); accepted are the visible complete pools of the row's own segment"
         )
-
-
-def _exp_of_nonpositive(x: Tensor) -> Tensor:
-    """fp32 `exp(x)` for `x <= 0`, within 2 ulp; below -87 the value at -87 (2e-38).
-
-    torch's own `exp` gives its vectorised body and its scalar remainder other last bits on some builds, so the bits
-    of a pool's key could depend on where the pool lies in a buffer. Here every step is a single IEEE operation:
-    x = n ln 2 + r, |r| <= ln(2) / 2, the Taylor series of exp(r) to r**7 / 7! (truncation 5e-9), times 2**n.
-    """
-    x = x.clamp(min=-87.0)
-    n = (x * _LOG2_E).round_()
-    r = (x - n * _LN2_HIGH).sub_(n * _LN2_LOW)
-    series = torch.full_like(r, 1.0 / math.factorial(7))
-    for k in range(6, -1, -1):
-        series.mul_(r).add_(1.0 / math.factorial(k))
-    # A NaN has no integer exponent; any will do, since the series is NaN as well.
-    exponent = n.nan_to_num_(0.0).to(torch.int32)
-    return series.mul_(((exponent + 127) << 23).view(torch.float32))

@@ -1,4 +1,4 @@
-"""What the environment asks for: the only place of the package that reads ``os.environ``.
+"""What the environment asks for: the only place of the package that reads `os.environ`.
 
 A value that cannot be read does not raise here. Under a process group every rank has to raise together, or the ones
 that could read theirs hang in the next collective: the fault is kept, and travels with the values into the agreement.
@@ -12,27 +12,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-# Ways to cut the indexer's query rows over the tensor-parallel group.
-Partition = Literal["contiguous", "zigzag", "balanced"]
+# Ways to give the indexer's query rows to the ranks of a tensor-parallel group; "off" gives every row to every rank.
+Partition = Literal["off", "contiguous", "zigzag", "balanced"]
+# Implementations of compression, selection and attention; "auto" takes the fastest that keeps the contract here.
+Kernels = Literal["auto", "torch"]
 
 PARTITION_VARIABLE = "SKYRL_DSA_INDEXER_TP_SHARD"
 SCORE_BYTES_VARIABLE = "MCORE_DSA_SCORE_BYTES"
 ATTEND_BYTES_VARIABLE = "MCORE_DSA_ATTEND_BYTES"
 OVERLAP_VARIABLE = "MCORE_DSA_OVERLAP"
+KERNELS_VARIABLE = "MCORE_DSA_KERNELS"
 
-_DEFAULT_BYTES = 256 * 2**20
+DEFAULT_SCORE_BYTES = 256 * 2**20
+DEFAULT_ATTEND_BYTES = 256 * 2**20
 
-_PARTITION_WORDS: dict[str, Partition | None] = {
-    **dict.fromkeys(("0", "false", "off"), None),
+_PARTITION_WORDS: dict[str, Partition] = {
+    **dict.fromkeys(("0", "false"), "off"),
     **dict.fromkeys(("1", "true", "on"), "contiguous"),
     **{partition: partition for partition in get_args(Partition)},
 }
-_PARTITIONS_ACCEPTED = "unset, empty, 0, false or off; 1, true or on; " + ", ".join(get_args(Partition))
+_PARTITIONS_ACCEPTED = "unset, empty, 0, false or off; 1, true or on; contiguous, zigzag, balanced"
+
+_KERNELS_WORDS: dict[str, Kernels] = {kernels: kernels for kernels in get_args(Kernels)}
 
 _SWITCH = {"1": True, "0": False}
 
 _BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_BYTES_ACCEPTED = "a positive whole number of bytes below 2**63, as in 67108864, or with a unit: B, KiB, MiB or GiB"
+_BYTES_ACCEPTED = "positive whole numbers of bytes below 2**63, as 67108864, or with a unit: B, KiB, MiB or GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +48,9 @@ class Setting[T]:
     Attributes:
         name: the environment variable.
         value: the value in effect; the default where the variable is unset, empty or refused.
-        raw: what the variable holds, ``None`` where it is unset.
-        reason: where ``value`` comes from, for the log.
-        fault: ``raw`` and what is accepted in its place, where it is refused; else empty.
+        raw: what the variable holds, `None` where it is unset.
+        reason: where `value` comes from, for the log.
+        fault: `raw` and what is accepted in its place, where it is refused; else empty.
     """
 
     name: str
@@ -59,25 +65,27 @@ class Settings:
     """All settings, as one rank reads them.
 
     Attributes:
-        partition: how the indexer's query rows are cut over the tensor-parallel group; ``None`` leaves every row on
+        partition: how the indexer's query rows are cut over the tensor-parallel group; "off" leaves every row on
             every rank.
         score_bytes: bytes that scores in flight may take.
         attend_bytes: bytes that either pass of the sparse attention may take beyond what its caller holds.
         overlap: gather the selections of finished rows while the next are scored.
+        kernels: which implementation compresses, selects and attends.
     """
 
-    partition: Setting[Partition | None]
+    partition: Setting[Partition]
     score_bytes: Setting[int]
     attend_bytes: Setting[int]
     overlap: Setting[bool]
+    kernels: Setting[Kernels]
 
     @property
     def faults(self) -> tuple[str, ...]:
         """One line for each variable that is refused, naming it, its value and what is accepted."""
-        return tuple(f"{setting.name}={setting.fault}" for setting in self._all() if setting.fault)
+        return tuple(f"{setting.name} is {setting.fault}" for setting in self._all() if setting.fault)
 
     def raise_faults(self) -> None:
-        """Raise a ``ValueError`` with every fault, if there is any."""
+        """Raise a `ValueError` with every fault, if there is any."""
         if self.faults:
             raise ValueError("; ".join(self.faults))
 
@@ -87,28 +95,29 @@ class Settings:
         Two spellings of one value are equal. A refused value stands as it was given, so that ranks which refuse
         different values, or of which only one refuses, differ.
         """
-        return {setting.name: setting.fault or _as_text(setting.value) for setting in self._all()}
+        return {setting.name: setting.fault or str(setting.value) for setting in self._all()}
 
     def _all(self) -> tuple[Setting[Any], ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read every setting from ``environ``, by default the process's environment.
+    """Read every setting from `environ`, by default the process's environment.
 
-    A bad value never raises: see :attr:`Settings.faults` and :meth:`Settings.raise_faults`.
+    A bad value never raises: see `Settings.faults` and `Settings.raise_faults`.
     """
     environ = os.environ if environ is None else environ
     return Settings(
-        partition=_read(environ, PARTITION_VARIABLE, _parse_partition, _PARTITIONS_ACCEPTED, None),
-        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, _DEFAULT_BYTES),
-        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, _DEFAULT_BYTES),
+        partition=_read(environ, PARTITION_VARIABLE, _PARTITION_WORDS.__getitem__, _PARTITIONS_ACCEPTED, "off"),
+        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_SCORE_BYTES),
+        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_ATTEND_BYTES),
         overlap=_read(environ, OVERLAP_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
+        kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, " and ".join(_KERNELS_WORDS), "auto"),
     )
 
 
 def _read[T](environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str, default: T) -> Setting[T]:
-    """``parse`` gets the trimmed value in lower case and raises ``LookupError`` for one it does not accept."""
+    """`parse` gets the trimmed value in lower case and raises `LookupError` for one it does not accept."""
     raw = environ.get(name)
     if raw is None or not raw.strip():
         reason = f"default, {name} is {'unset' if raw is None else 'empty'}"
@@ -116,13 +125,9 @@ def _read[T](environ: Mapping[str, str], name: str, parse: Callable[[str], T], a
     try:
         value = parse(raw.strip().lower())
     except LookupError:
-        fault = f"{raw!r} is refused; accepted: {accepted}"
+        fault = f"{raw!r}; accepted are {accepted}"
         return Setting(name=name, value=default, raw=raw, reason=f"default, {name} is refused", fault=fault)
     return Setting(name=name, value=value, raw=raw, reason=f"{name}={raw!r}")
-
-
-def _parse_partition(text: str) -> Partition | None:
-    return _PARTITION_WORDS[text]
 
 
 def _parse_bytes(text: str) -> int:
@@ -134,7 +139,3 @@ def _parse_bytes(text: str) -> int:
     if not 0 < size < 2**63:
         raise LookupError(text)
     return size
-
-
-def _as_text(value: object) -> str:
-    return "off" if value is None else str(value)

@@ -12,11 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_dsa.backends import SelectionCounters
 from mcore_dsa.checks import check_device, check_floating, check_integer, check_positive
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
-from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
+from mcore_dsa.functions import compress_keys, select_pools
+from mcore_dsa.kpool import PoolLayout, expand_selection
 from mcore_dsa.rows import RowPartition
-from mcore_dsa.selection import DEFAULT_SCORE_BYTES, SelectionCounters, select_pools
+from mcore_dsa.settings import DEFAULT_SCORE_BYTES
 
 # Rows of a shard that are gathered together while the next are scored: 2 MiB a rank at a budget of 512 pools.
 OVERLAP_ROWS = 1024

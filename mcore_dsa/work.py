@@ -12,11 +12,11 @@ from typing import get_args
 
 import torch
 
+from mcore_dsa.backends.torch.compress import compress_bytes
+from mcore_dsa.backends.torch.select import bytes_in_flight
 from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.kpool import compress_bytes
 from mcore_dsa.rows import PackWork, RowPartition, partition_rows
-from mcore_dsa.selection import DEFAULT_SCORE_BYTES, bytes_in_flight
-from mcore_dsa.settings import Partition
+from mcore_dsa.settings import DEFAULT_SCORE_BYTES, Partition
 from mcore_dsa.sharded import GATHERS_HELD, OVERLAP_ROWS
 
 _INT32 = _FP32 = 4

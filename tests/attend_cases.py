@@ -8,7 +8,7 @@ from draw import layout_of
 from layouts import random_selection
 from torch import Tensor
 
-from mcore_dsa.attend import masked_attention, sparse_attention
+from mcore_dsa.functions import masked_attention, sparse_attention
 from mcore_dsa.kpool import PoolLayout, expand_selection
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mcore_dsa.functions import select_pools
 from mcore_dsa.kpool import PoolLayout
 from mcore_dsa.reference import reference_scores, reference_select
-from mcore_dsa.selection import select_pools
 
 Segments = list[list[tuple[int, int]]]
 

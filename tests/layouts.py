@@ -16,7 +16,8 @@ def segmentations(draw: st.DrawFn, *, max_tokens: int = 40, max_batch: int = 3) 
 
 def random_selection(layout: PoolLayout, position_S: torch.Tensor, budget: int) -> torch.Tensor:
     """Of every row's visible pools at most `budget`, the other slots left free."""
-    first_BS, count_BS = layout.visible(position_S)
+    bounds = layout.bounds(position_S)
+    first_BS, count_BS = bounds.first_BS, bounds.visible_BS
     selection_BSK = torch.full((*count_BS.shape, budget), -1, dtype=torch.int32)
     for b, s in ((b, s) for b in range(count_BS.shape[0]) for s in range(count_BS.shape[1])):
         count = int(count_BS[b, s])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from layouts import segmentations
 from torch import Tensor
 
-from mcore_dsa import attend
-from mcore_dsa.attend import masked_attention, sparse_attention
+from mcore_dsa.backends.torch import attend
+from mcore_dsa.functions import masked_attention, sparse_attention
 from mcore_dsa.kpool import PoolLayout
 from mcore_dsa.reference import reference_attention
 

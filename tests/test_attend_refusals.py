@@ -6,7 +6,7 @@ import pytest
 import torch
 from attend_cases import Case
 
-from mcore_dsa.attend import masked_attention, sparse_attention
+from mcore_dsa.functions import masked_attention, sparse_attention
 from mcore_dsa.kpool import PoolLayout
 
 SEGMENTS = [[(0, 9), (9, 21)], [(4, 21), (21, 21)]]

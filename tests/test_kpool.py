@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers.models.glm5_next import modeling_glm5_next
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
-from mcore_dsa import kpool
-from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
+from mcore_dsa.backends.torch import compress
+from mcore_dsa.functions import compress_keys
+from mcore_dsa.kpool import PoolLayout, expand_selection
 from mcore_dsa.reference import (
     reference_compress,
     reference_expand,
@@ -57,8 +58,9 @@ def test_layout_equals_reference(segmentation: tuple[Segments, int], pool_size: 
         assert row == pools + [-1] * (layout.num_pools - len(pools))
 
     position = torch.arange(-2, num_tokens + 3, dtype=dtype)[torch.randperm(num_tokens + 5)]
-    first_pool, visible = layout.visible(position)
-    first_token, tail = layout.tail(position)
+    bounds = layout.bounds(position)
+    first_pool, visible, tail = bounds.first_BS, bounds.visible_BS, bounds.tail_BS
+    first_token = bounds.position_S + 1 - tail
     assert {x.dtype for x in (first_pool, visible, first_token, tail)} == {torch.int64}
     for b, sample in enumerate(segments):
         for s, row in enumerate(position.tolist()):
@@ -142,8 +144,8 @@ def test_pools_restart_at_every_document_and_never_straddle(lengths: list[int], 
 
 def test_no_tail_where_the_last_pool_is_complete() -> None:
     layout = PoolLayout.dense(9, pool_size=4)
-    assert layout.tail(torch.arange(9))[1].tolist() == [[1, 2, 3, 0, 1, 2, 3, 0, 1]]
-    assert layout.visible(torch.arange(9))[1].tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 2]]
+    assert layout.bounds(torch.arange(9)).tail_BS.tolist() == [[1, 2, 3, 0, 1, 2, 3, 0, 1]]
+    assert layout.bounds(torch.arange(9)).visible_BS.tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 2]]
     nothing = torch.full((1, 1, 2), -1, dtype=torch.int32)
     # The row's own token is in the pool that ends at it: unselected, it is not seen.
     assert expand_selection(nothing, layout, torch.tensor([7]), always_select_tail=True).tolist() == [[[-1] * 11]]
@@ -205,7 +207,7 @@ def test_a_pools_key_depends_on_its_own_tokens_alone(segmentation, pool_size: in
 
     for elements in (1, 100, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kpool, "_COMPRESS_ELEMENTS", elements)
+            patch.setattr(compress, "_SCRATCH_ELEMENTS", elements)
             assert torch.equal(compress_keys(key, gate, ape, layout), pooled)
 
     both = torch.stack([key, gate], -1).transpose(0, 1).contiguous().transpose(0, 1)
@@ -271,12 +273,12 @@ def test_nearly_equal_tokens_keep_their_precision() -> None:
 def test_exp_is_within_two_ulp() -> None:
     x = -torch.cat([torch.logspace(-30, 1, 100_000), torch.linspace(0, 87, 500_001), torch.zeros(1)])
     x.clamp_(min=-87.0)  # linspace rounds past it
-    got, exact = kpool._exp_of_nonpositive(x.clone()), x.double().exp()
+    got, exact = compress._exp_of_nonpositive(x.clone()), x.double().exp()
     ulp = torch.nextafter(exact.float(), torch.tensor(math.inf)).double() - exact.float().double()
     assert float(((got.double() - exact).abs() / ulp).max()) <= 2.0
     assert got[-1] == 1.0
-    edges = kpool._exp_of_nonpositive(torch.tensor([-88.0, -1e30, -math.inf, math.nan]))
-    assert edges[:3].tolist() == [float(kpool._exp_of_nonpositive(torch.tensor([-87.0])))] * 3
+    edges = compress._exp_of_nonpositive(torch.tensor([-88.0, -1e30, -math.inf, math.nan]))
+    assert edges[:3].tolist() == [float(compress._exp_of_nonpositive(torch.tensor([-87.0])))] * 3
     assert edges[3].isnan()
 
 
@@ -288,9 +290,10 @@ def test_a_layout_keeps_its_segments_when_the_caller_reuses_the_buffer(dtype: to
         PoolLayout.from_cu_seqlens(cu_seqlens, pool_size=4),
         PoolLayout.from_segments(*bounds, num_tokens=17, pool_size=4),
     ]
-    before = [layout.visible(position) for layout in layouts]
+    before = [layout.bounds(position) for layout in layouts]
     for buffer in (cu_seqlens, *bounds):
         buffer.zero_()
-    for layout, (first, count) in zip(layouts, before, strict=True):
-        assert torch.equal(layout.visible(position)[0], first)
-        assert torch.equal(layout.visible(position)[1], count)
+    for layout, were in zip(layouts, before, strict=True):
+        now = layout.bounds(position)
+        assert torch.equal(now.first_BS, were.first_BS)
+        assert torch.equal(now.visible_BS, were.visible_BS)

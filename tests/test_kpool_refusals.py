@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
-from mcore_dsa.selection import select_pools
+from mcore_dsa.functions import compress_keys, select_pools
+from mcore_dsa.kpool import PoolLayout, expand_selection
 
 
 def ids(*rows: list[int]) -> Tensor:
@@ -35,7 +35,7 @@ def ids(*rows: list[int]) -> Tensor:
         (ids([0]), ids([8]), {"num_tokens": 8.0}, ValueError, "num_tokens is 8.0; accepted is an integer >= 0"),
         (ids([0]), ids([8]), {"num_tokens": True}, ValueError, "num_tokens is True"),
         (ids([0]), ids([8]).to("meta"), {}, ValueError, "segment_end_BN is on meta; accepted is"),
-        (ids([0]), ids([8]), {"first_pool_id": 2**31 - 1}, ValueError, "whose pool ids fit int32"),
+        (ids([0]), ids([8]), {"first_pool_id": 2**31 - 1}, ValueError, "whose token ids and pool ids fit int32"),
     ],
 )
 def test_from_segments(start, end, options: dict, kind: type[Exception], match: str) -> None:
@@ -92,14 +92,13 @@ def test_dense_and_what_is_no_layout() -> None:
     with pytest.raises(TypeError, match=r"key_TBD is torch.float8_e4m3fn; accepted is a floating-point tensor of 16"):
         compress_keys(key.to(torch.float8_e4m3fn), key, torch.zeros(4, 2), layout)
     with pytest.raises(ValueError, match="position_S is on meta; accepted is the layout's device, cpu"):
-        layout.visible(torch.zeros(2, dtype=torch.int64, device="meta"))
+        layout.bounds(torch.zeros(2, dtype=torch.int64, device="meta"))
 
 
 @pytest.mark.parametrize("position", [torch.zeros(2), torch.zeros(1, 2).long(), [0, 1]])
-@pytest.mark.parametrize("method", ["visible", "tail"])
-def test_positions(method: str, position) -> None:
+def test_positions(position) -> None:
     with pytest.raises((TypeError, ValueError), match=r"position_S (is|has shape) .*; accepted (is|are) "):
-        getattr(PoolLayout.dense(8, pool_size=4), method)(position)
+        PoolLayout.dense(8, pool_size=4).bounds(position)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +171,10 @@ def test_expand_selection_refuses_ids_before_and_after_a_numbering_that_starts_l
 def test_selecting_without_a_layout() -> None:
     with pytest.raises(TypeError, match="layout is NoneType; accepted is a PoolLayout"):
         select_pools(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), None, budget=1)
+
+
+def test_token_ids_fit_int32_too() -> None:
+    """2**32 tokens in pools of 2**20 have few pools, and token ids that int32 cannot hold."""
+    with pytest.raises(ValueError, match=r"num_tokens is 4294967296 .* token ids and pool ids fit int32"):
+        PoolLayout.dense(2**32, pool_size=2**20)
+    assert PoolLayout.dense(2**31, pool_size=2**20).num_pools == 2**11

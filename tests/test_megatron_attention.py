@@ -28,7 +28,7 @@ from models import (
 )
 from torch import Tensor
 
-from mcore_dsa.attend import masked_attention
+from mcore_dsa.functions import masked_attention
 from mcore_dsa.kpool import PoolLayout, expand_selection
 from mcore_dsa.megatron import KPoolDSATransformerConfig, KPoolDSAttention
 from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, SCORE_BYTES_VARIABLE

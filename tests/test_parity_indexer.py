@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.models.glm5_next import modeling_glm5_next
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
-from mcore_dsa.kpool import PoolLayout, compress_keys, expand_selection
-from mcore_dsa.selection import select_pools
+from mcore_dsa.functions import compress_keys, select_pools
+from mcore_dsa.kpool import PoolLayout, expand_selection
 from mcore_dsa.sharded import fused_qk_topk_kpool
 
 HIDDEN, Q_LORA, BATCH = 48, 24, 2

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_dsa import PoolLayout, select_pools, select_pools_sharded, sharded
+from mcore_dsa.backends import SelectionCounters
 from mcore_dsa.collectives import SelectionGather, exchange_rows, gather_selection
 from mcore_dsa.rows import PackWork, RowPartition, partition_rows
-from mcore_dsa.selection import SelectionCounters
 
 KINDS = ("contiguous", "zigzag", "balanced")
 POOL_SIZE, BUDGET = 4, 3

@@ -9,10 +9,12 @@ from draw import Call, calls, layout_of, numbers
 from hypothesis import given, settings
 from torch import Tensor
 
+from mcore_dsa.backends import SelectionCounters
+from mcore_dsa.backends.torch.scoring import tile_for
+from mcore_dsa.backends.torch.select import smallest_score_bytes
+from mcore_dsa.functions import select_pools
 from mcore_dsa.kpool import PoolLayout
 from mcore_dsa.reference import reference_visible
-from mcore_dsa.scoring import tile_for
-from mcore_dsa.selection import SelectionCounters, select_pools, smallest_score_bytes
 
 CPU = torch.device("cpu")
 

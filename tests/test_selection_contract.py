@@ -11,8 +11,9 @@ from draw import EXACT, ROUNDED, Call, calls, layout_of, numbers, poisoned
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from mcore_dsa import scoring
-from mcore_dsa.selection import select_pools, smallest_score_bytes
+from mcore_dsa.backends.torch import scoring
+from mcore_dsa.backends.torch.select import smallest_score_bytes
+from mcore_dsa.functions import select_pools
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,8 @@ def chosen_and_seen(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     used = selection >= 0
     assert ((selection[..., 1:] > selection[..., :-1]) | ~used[..., 1:]).all()
     pool = torch.arange(call.layout.num_pools)
-    first_BS, visible_BS = (x.unsqueeze(-1) for x in call.layout.visible(call.position_S))
+    bounds = call.layout.bounds(call.position_S)
+    first_BS, visible_BS = bounds.first_BS.unsqueeze(-1), bounds.visible_BS.unsqueeze(-1)
     assert torch.equal(used.sum(-1, keepdim=True), visible_BS.clamp(max=call.budget))
     chosen = (selection.unsqueeze(-1) == pool).any(2)
     seen = (pool >= first_BS) & (pool < first_BS + visible_BS)
@@ -152,7 +154,8 @@ def test_independent_of_what_a_row_cannot_see(call: Call, data: st.DataObject) -
     rows = len(call.position_S)
     assume(rows)
     row = torch.tensor([data.draw(st.integers(0, rows - 1))])
-    first_BS, visible_BS = call.layout.visible(call.position_S[row])
+    bounds = call.layout.bounds(call.position_S[row])
+    first_BS, visible_BS = bounds.first_BS, bounds.visible_BS
     pool = torch.arange(call.layout.num_pools)
     seen = (pool >= first_BS) & (pool < first_BS + visible_BS)
     assert torch.equal(dyed(call, seen).select()[:, row], call.select()[:, row])

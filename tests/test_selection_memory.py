@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attend_memory import measured
 
+from mcore_dsa.backends.torch.select import smallest_score_bytes
+from mcore_dsa.functions import select_pools
 from mcore_dsa.kpool import PoolLayout
-from mcore_dsa.selection import select_pools, smallest_score_bytes
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ SCRIPT = """
     import ctypes, json, sys, torch
     from draw import numbers
     from mcore_dsa.kpool import PoolLayout
-    from mcore_dsa.selection import select_pools
+    from mcore_dsa.functions import select_pools
 
     def resident(field):
         with open("/proc/self/status") as status:

@@ -10,8 +10,10 @@ from harness import run_ranks
 from torch import Tensor
 
 from mcore_dsa import fused_qk_topk_kpool, select_pools_sharded, sharded
+from mcore_dsa.backends import SelectionCounters
+from mcore_dsa.backends.torch.select import smallest_score_bytes
+from mcore_dsa.functions import select_pools
 from mcore_dsa.rows import RowPartition
-from mcore_dsa.selection import SelectionCounters, select_pools, smallest_score_bytes
 
 CPU = torch.device("cpu")
 HEADS, DIM, POOL_SIZE, BUDGET = 8, 16, 2, 5

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from test_attend_memory import measured
 
 from mcore_dsa import DsaGeometry, PoolLayout, select_pools_sharded
+from mcore_dsa.backends import SelectionCounters
 from mcore_dsa.collectives import exchange_rows, gather_rows
-from mcore_dsa.kpool import compress_keys
+from mcore_dsa.functions import compress_keys
 from mcore_dsa.rows import partition_rows
-from mcore_dsa.selection import SelectionCounters
 from mcore_dsa.settings import Partition
 from mcore_dsa.work import best_partition, selection_work
 
@@ -56,7 +56,7 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
     cuts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     layout = PoolLayout.from_cu_seqlens(torch.tensor(cuts), pool_size=geometry.index_kpool)
     position = torch.arange(rows)
-    visible_S = layout.visible(position)[1][0]
+    visible_S = layout.bounds(position).visible_BS[0]
     generator = torch.Generator().manual_seed(1)
     key_gate = torch.randn(rows, 1, 32, generator=generator).bfloat16()
     q = torch.randn(rows, 1, 8, 16, generator=generator).bfloat16()

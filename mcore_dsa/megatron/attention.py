@@ -18,13 +18,14 @@ from torch import Tensor
 
 from mcore_dsa import __version__
 from mcore_dsa.attend import sparse_attention
+from mcore_dsa.backends import SelectionCounters
+from mcore_dsa.backends.torch.select import smallest_score_bytes
 from mcore_dsa.collectives import agree, exchange_rows, gather_rows
 from mcore_dsa.kpool import PoolLayout, compress_keys, key_fingerprint
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.rows import partition_rows
 from mcore_dsa.scoring import tile_fingerprint, tile_for
-from mcore_dsa.selection import SelectionCounters, smallest_score_bytes
 from mcore_dsa.settings import PARTITION_VARIABLE, SCORE_BYTES_VARIABLE, read_settings
 from mcore_dsa.sharded import select_pools_sharded
 

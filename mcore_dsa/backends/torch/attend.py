@@ -1,8 +1,6 @@
 """Attention restricted to the selected tokens: absorbed multi-latent form, with a backward pass that recomputes.
 
-Shapes by suffix: S rows (queries), T tokens (keys), B batch, H heads, C latent channels, K selected pools a row,
-W token slots of a row, R rows of one chunk, I items of one chunk (its rows, each once for every sample), X all tokens
-of all samples.
+Letters of shapes: `mcore_dsa/__init__.py`.
 
 An item is one product of heads x slots x channels, each extent padded to a multiple of `_HEADS` or `_LANES`. Its bits
 then do not depend on the chunk it is computed in, nor on the number of threads (measured on a CPU with AVX-512 and MKL
@@ -22,102 +20,35 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from mcore_dsa.checks import check_device, kind_of
-from mcore_dsa.kpool import PoolLayout, check_selection, expand_unchecked, raise_if_unseen
+from mcore_dsa.backends.protocol import Kept
+from mcore_dsa.kpool import PoolLayout, RowBounds, expand_unchecked, raise_if_unseen
 from mcore_dsa.precision import full_precision
-
-DEFAULT_ATTEND_BYTES = 256 * 2**20
-MASKED_ATTENTION_KEYS = 12_288
 
 _HEADS = 4
 _LANES = 16
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def sparse_attention(
+def attend(
     q_SBHC: Tensor,
     kv_TBC: Tensor,
     selection_BSK: Tensor,
     layout: PoolLayout,
-    position_S: Tensor,
+    bounds: RowBounds,
     *,
     softmax_scale: float,
     always_select_tail: bool,
-    attend_bytes: int = DEFAULT_ATTEND_BYTES,
+    attend_bytes: int,
+    kept: Kept | None = None,
 ) -> Tensor:
-    """`softmax(scale * q . kv[tokens]) @ kv[tokens]` over the tokens of each row's selected pools and of its tail.
-
-    Args:
-        q_SBHC: floating `[s, b, heads, c]`, queries with the K up-projection absorbed.
-        kv_TBC: floating `[t, b, c]`, the latent that all heads share as key and as value.
-        selection_BSK: int32 `[b, s, budget]`, pool ids, ascending, -1 behind them.
-        layout: the pools of `kv_TBC`.
-        position_S: integer `[s]`, the token each row stands at.
-        softmax_scale: factor of the logits.
-        always_select_tail: whether a row attends its own incomplete pool too.
-        attend_bytes: bytes either pass may hold beyond inputs, outputs and one fp32 accumulator of the shape of kv.
-
-    Returns: `[s, b, heads, c]` in the dtype of the queries, differentiable once in q and kv. A row without tokens gives
-    zeros and zero gradients. Products, softmax and sums run in fp32, or fp64 if an input is: a product of bf16 matrices
-    on a CPU rounds its result, here the logits, to bf16. The gradient of a key adds what its rows contribute in row
-    order. A kv that is not contiguous is copied once, outside the budget.
-
-    Raises: TypeError or ValueError for an argument of another kind, a budget too small for one row of every sample, ids
-    that are not ascending, and an id that is not a visible complete pool of its row.
-    """
-    dtype = _check_latents(q_SBHC, kv_TBC)
-    _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
-    _check_scale(softmax_scale)
-    if not isinstance(always_select_tail, bool):
-        raise TypeError(f"always_select_tail is {always_select_tail!r}; accepted is a bool")
+    """`mcore_dsa.sparse_attention` for arguments that fit, of rows that are located."""
+    dtype = torch.promote_types(torch.promote_types(q_SBHC.dtype, kv_TBC.dtype), torch.float32)
     slots = selection_BSK.shape[2] * layout.pool_size + (layout.pool_size - 1 if always_select_tail else 0)
     call = _plan(q_SBHC, kv_TBC, dtype, slots, layout, softmax_scale, always_select_tail, attend_bytes)
+    kept = Kept(selection_BSK, lambda selection: selection) if kept is None else kept
     out_SBHC: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q_SBHC, kv_TBC.contiguous(), selection_BSK, position_S, call
+        q_SBHC, kv_TBC, selection_BSK, bounds, call, kept
     )
     return out_SBHC
-
-
-def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softmax_scale: float) -> Tensor:
-    """The oracle of `sparse_attention`: dense logits under a mask, differentiated by autograd. For tests.
-
-    Args:
-        q_SBHC, kv_TBC, softmax_scale: as in `sparse_attention`.
-        token_BSW: int32 or int64 `[b, s, width]`, token ids of each row in any order, -1 in unused slots.
-
-    Returns: as `sparse_attention`.
-
-    Raises: TypeError or ValueError for an argument of another kind, and ValueError above 12,288 keys.
-    """
-    dtype = _check_latents(q_SBHC, kv_TBC)
-    _check_scale(softmax_scale)
-    rows, (tokens, batch) = q_SBHC.shape[0], kv_TBC.shape[:2]
-    if tokens > MASKED_ATTENTION_KEYS:
-        raise ValueError(
-            f"kv_TBC has {tokens} keys; accepted are at most {MASKED_ATTENTION_KEYS}: masked_attention is an oracle "
-            "that holds rows x keys; sparse_attention has no such limit"
-        )
-    if not isinstance(token_BSW, Tensor) or token_BSW.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"token_BSW is {kind_of(token_BSW)}; accepted is a torch.int32 or torch.int64 tensor")
-    if token_BSW.ndim != 3 or token_BSW.shape[:2] != (batch, rows) or q_SBHC.shape[1] != batch:
-        raise ValueError(
-            f"q_SBHC has shape {tuple(q_SBHC.shape)}, kv_TBC {tuple(kv_TBC.shape)} and token_BSW "
-            f"{tuple(token_BSW.shape)}; accepted are [s, b, heads, c], [t, b, c] and [b, s, width]"
-        )
-    check_device(q_SBHC.device, kv_TBC=kv_TBC, token_BSW=token_BSW)
-    if bool(((token_BSW < -1) | (token_BSW >= tokens)).any()):
-        raise ValueError(f"token_BSW holds ids outside [-1, {tokens}); accepted are token ids and -1")
-    # Column `tokens` is where unused slots go.
-    seen_BST = torch.zeros(batch, rows, tokens + 1, dtype=torch.bool, device=q_SBHC.device)
-    seen_BST.scatter_(2, torch.where(token_BSW < 0, tokens, token_BSW).long(), True)
-    hidden_B1ST = ~seen_BST[..., :tokens].unsqueeze(1)
-    with full_precision(q_SBHC.device.type):
-        q_BHSC = q_SBHC.to(dtype).permute(1, 2, 0, 3)
-        kv_B1TC = kv_TBC.to(dtype).transpose(0, 1).unsqueeze(1)
-        # The lowest finite number: -inf in all of a row would make its softmax and its gradients NaN.
-        logits_BHST = (softmax_scale * (q_BHSC @ kv_B1TC.mT)).masked_fill(hidden_B1ST, torch.finfo(dtype).min)
-        out_BHSC = logits_BHST.softmax(-1).masked_fill(hidden_B1ST, 0.0) @ kv_B1TC
-    return out_BHSC.permute(2, 0, 1, 3).to(q_SBHC.dtype)
 
 
 @dataclass(frozen=True)
@@ -156,19 +87,12 @@ def _plan(
     attend_bytes: int,
 ) -> _Call:
     """The call, in chunks as long as backward, the greedier pass, can hold. Raises ValueError if that is no row."""
-    if isinstance(attend_bytes, bool) or not isinstance(attend_bytes, int):
-        raise TypeError(f"attend_bytes is {attend_bytes!r}; accepted is an integer number of bytes")
+    fixed, row = _pass_bytes(
+        layout.batch, q_SBHC.shape[2], kv_TBC.shape[2], kv_TBC.element_size(), dtype.itemsize, slots
+    )
     heads, slots = _round_up(q_SBHC.shape[2], _HEADS), _round_up(slots, _LANES)
     channels = _round_up(kv_TBC.shape[2], _LANES)
-    pads = channels != kv_TBC.shape[2]
-    converts = pads or kv_TBC.dtype != dtype
-    size = dtype.itemsize
-    # The latents and their gradients; the latents as gathered; the gradients without padding.
-    wide = 2 * size + (kv_TBC.element_size() if converts else 0) + (size if pads else 0)
-    item = slots * (channels * wide + heads * 3 * size) + heads * channels * 3 * size
-    # Token ids as int32 and int64 and the scratch that index_add_ sorts them in; sums over slots; pool ids.
-    item += slots * 120 + heads * 16 + 512
-    row, fixed = item * layout.batch, channels * size + 4096
+    converts = channels != kv_TBC.shape[2] or kv_TBC.dtype != dtype
     if attend_bytes < fixed + row:
         raise ValueError(
             f"attend_bytes is {attend_bytes}; accepted are at least {fixed + row}, which hold one row of "
@@ -181,14 +105,14 @@ def _plan(
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, position_S: Tensor, call: _Call
+        ctx: Any, q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, bounds: RowBounds, call: _Call, kept: Kept
     ) -> Tensor:
         out_SBHC = q_SBHC.new_zeros(q_SBHC.shape)
         faults = torch.zeros(2, dtype=torch.bool, device=q_SBHC.device)
         with full_precision(q_SBHC.device.type):
             buffers = _Buffers.of(kv_TBC, call, len(q_SBHC), backward=False)
             for rows in call.chunks(len(q_SBHC)):
-                slots, fault = _slots(selection_BSK[:, rows], position_S[rows], call)
+                slots, fault = _slots(selection_BSK[:, rows], bounds.take(rows), call)
                 faults |= fault
                 chunk = buffers.first(len(slots.token_IW))
                 chunk.attend(q_SBHC[rows], kv_TBC, slots, call)
@@ -198,15 +122,26 @@ class _SparseAttention(torch.autograd.Function):
         raise_if_unseen(unseen)
         if bool(disordered):
             raise ValueError("selection_BSK repeats or disorders pool ids; accepted are ascending ids, -1 behind them")
-        ctx.save_for_backward(q_SBHC, kv_TBC, selection_BSK, position_S)
-        ctx.call = call
+        # Saved as tensors, bounds and layout too: what is changed in place before backward is then refused.
+        ctx.save_for_backward(
+            q_SBHC,
+            kv_TBC,
+            kept.selection_BOK,
+            call.layout.pool_token_BP,
+            bounds.position_S,
+            bounds.first_BS,
+            bounds.visible_BS,
+            bounds.tail_BS,
+        )
+        ctx.call, ctx.restore = call, kept.restore
         return out_SBHC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBHC, kv_TBC, selection_BSK, position_S = ctx.saved_tensors
+        q_SBHC, kv_TBC, selection_BOK, _, *of_rows = ctx.saved_tensors
         call: _Call = ctx.call
+        bounds, selection_BSK = RowBounds(*of_rows), ctx.restore(selection_BOK)
         tokens, batch, channels = kv_TBC.shape
         q_grad_SBHC = q_SBHC.new_zeros(q_SBHC.shape) if ctx.needs_input_grad[0] else None
         # One row more than kv: there goes what unused slots contribute.
@@ -214,7 +149,7 @@ class _SparseAttention(torch.autograd.Function):
         with full_precision(q_SBHC.device.type):
             buffers = _Buffers.of(kv_TBC, call, len(q_SBHC), backward=True)
             for rows in call.chunks(len(q_SBHC)):
-                slots, _ = _slots(selection_BSK[:, rows], position_S[rows], call)
+                slots, _ = _slots(selection_BSK[:, rows], bounds.take(rows), call)
                 chunk = buffers.first(len(slots.token_IW))
                 chunk.attend(q_SBHC[rows], kv_TBC, slots, call)
                 chunk.differentiate(out_grad_SBHC[rows])
@@ -225,7 +160,7 @@ class _SparseAttention(torch.autograd.Function):
                 if sum_XC is not None:
                     _add_in_row_order(sum_XC, slots, chunk.latent_grad())
         kv_grad_TBC = None if sum_XC is None else sum_XC[:-1].unflatten(0, (tokens, batch)).to(kv_TBC.dtype)
-        return q_grad_SBHC, kv_grad_TBC, None, None, None
+        return q_grad_SBHC, kv_grad_TBC, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -246,11 +181,9 @@ class _Slots:
     batch: int
 
 
-def _slots(selection_BRK: Tensor, position_R: Tensor, call: _Call) -> tuple[_Slots, Tensor]:
+def _slots(selection_BRK: Tensor, bounds: RowBounds, call: _Call) -> tuple[_Slots, Tensor]:
     """The slots of a chunk's rows, and a bool pair: an id that is not visible, ids that do not ascend."""
-    token_BRW, unseen = expand_unchecked(
-        selection_BRK, call.layout, position_R, always_select_tail=call.always_select_tail
-    )
+    token_BRW, unseen = expand_unchecked(selection_BRK, call.layout, bounds, always_select_tail=call.always_select_tail)
     before, after = selection_BRK[..., :-1], selection_BRK[..., 1:]
     disordered = ((after >= 0) & ((before < 0) | (after <= before))).any()
     batch, rows, width = token_BRW.shape
@@ -357,34 +290,21 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
-    """Refuse anything but queries and latents that fit; return the dtype in which they are to be multiplied."""
-    for name, tensor, ndim in (("q_SBHC", q_SBHC, 4), ("kv_TBC", kv_TBC, 3)):
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} is {kind_of(tensor)}; accepted is a tensor of {', '.join(map(str, _DTYPES))}")
-        if tensor.ndim != ndim:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted are {ndim} dimensions")
-    if q_SBHC.shape[3] != kv_TBC.shape[2] or 0 in (q_SBHC.shape[2], q_SBHC.shape[3]):
-        raise ValueError(
-            f"q_SBHC has shape {tuple(q_SBHC.shape)} and kv_TBC {tuple(kv_TBC.shape)}; accepted are equal last "
-            "dimensions, at least one channel and one head"
-        )
-    return torch.promote_types(torch.promote_types(q_SBHC.dtype, kv_TBC.dtype), torch.float32)
+def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
+    """The least `attend_bytes` that works: backward of one row of every sample, queries and latents of `dtype`."""
+    return sum(
+        _pass_bytes(batch, heads, channels, dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize, slots)
+    )
 
 
-def _check_selection(
-    q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor
-) -> None:
-    check_selection(selection_BSK, layout, position_S)
-    check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
-    rows, batch, tokens = position_S.shape[0], layout.batch, layout.num_tokens
-    if q_SBHC.shape[:2] != (rows, batch):
-        raise ValueError(f"q_SBHC has shape {tuple(q_SBHC.shape)}; accepted is [{rows}, {batch}, heads, channels]")
-    if kv_TBC.shape[:2] != (tokens, batch):
-        raise ValueError(f"kv_TBC has shape {tuple(kv_TBC.shape)}; accepted is [{tokens}, {batch}, channels]")
-
-
-def _check_scale(softmax_scale: float) -> None:
-    is_number = isinstance(softmax_scale, float | int) and not isinstance(softmax_scale, bool)
-    if not is_number or not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale!r}; accepted is a finite number")
+def _pass_bytes(batch: int, heads: int, channels: int, kv_size: int, size: int, slots: int) -> tuple[int, int]:
+    """Bytes of backward, the greedier pass: once, and for each row."""
+    padded, heads, slots = _round_up(channels, _LANES), _round_up(heads, _HEADS), _round_up(slots, _LANES)
+    pads = padded != channels
+    converts = pads or kv_size != size
+    # The latents and their gradients; the latents as gathered; the gradients without padding.
+    wide = 2 * size + (kv_size if converts else 0) + (size if pads else 0)
+    item = slots * (padded * wide + heads * 3 * size) + heads * padded * 3 * size
+    # Token ids as int32 and int64 and the scratch that index_add_ sorts them in; sums over slots; pool ids.
+    item += slots * 120 + heads * 16 + 512
+    return padded * size + 4096, item * batch

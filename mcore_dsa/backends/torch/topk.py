@@ -1,6 +1,6 @@
 """The greatest scores of every row under a total order, over blocks of columns that come one after another.
 
-Shapes by suffix: R rows, C columns of a block (behind what is kept of earlier blocks), K budget.
+Letters of shapes: `mcore_dsa/__init__.py`; columns M of a block stand behind what is kept of earlier blocks.
 
 Scores are ordered as int32, which makes -0.0 equal 0.0 and puts every NaN last; of equal scores the smaller column
 wins. Under a total order blocks merge exactly: what is beaten inside a block is beaten by all.
@@ -11,17 +11,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_dsa.workspace import Buffer, Workspace
+
 _INVISIBLE = -(1 << 31)
 # Added to an order, it makes +inf the greatest int32, so that a positive NaN wraps round to the bottom.
 _NAN_WRAP = 0x7FFFFFFF - 0x7F800000
 _NAN = -0x7F800000 + _NAN_WRAP - 1
 
-# Bytes a (row, column) takes: scores 4, signs 4, chosen or not 1, the copy of values and indices that torch.topk works
-# on 16; where scores tie at the cut, also which do, 3, and a running count of them, 4.
-COLUMN_BYTES = 32
-# Bytes a (row, kept column) takes: topk's values and indices 12, places 8; slots, old and new, and what is gathered for
-# them 33, orders, old and new, 8.
-KEPT_BYTES = 61
+
+def topk_workspace(rows: int, columns: int, budget: int) -> Workspace:
+    """What a `RunningTopK` holds, and the most that its operations take beside it; linear in `columns`."""
+    wide, kept = (rows, columns + budget), (rows, budget)
+    return Workspace(
+        {
+            "scores": Buffer((rows * (columns + budget),), torch.float32),
+            "signs": Buffer((rows * (columns + budget),), torch.int32),
+            "chosen": Buffer((rows * (columns + budget),), torch.bool),
+            "values": Buffer(kept, torch.int32),
+            "indices": Buffer(kept, torch.int64),
+            "places": Buffer((rows * budget, 1), torch.int64),
+            # Values and indices on which torch.topk works.
+            "topk": Buffer((*wide, 2), torch.int64, inside=True),
+            # Where scores tie at the cut: which do, and a running count of them.
+            "level": Buffer((*wide, 3), torch.bool, inside=True),
+            "level so far": Buffer(wide, torch.int32, inside=True),
+            # Slots, old and new, and what is gathered for them; orders, old and new.
+            "slots": Buffer((*kept, 4), torch.int64, inside=True),
+            "from earlier": Buffer(kept, torch.bool, inside=True),
+            "orders": Buffer((*kept, 2), torch.int32, inside=True),
+        }
+    )
 
 
 class RunningTopK:
@@ -31,14 +50,10 @@ class RunningTopK:
     """
 
     def __init__(self, *, rows: int, columns: int, budget: int, device: torch.device) -> None:
-        size = rows * (columns + budget)
+        held = topk_workspace(rows, columns, budget).allocate(device)
         self._budget = budget
-        self._scores = torch.empty(size, dtype=torch.float32, device=device)
-        self._signs = torch.empty(size, dtype=torch.int32, device=device)
-        self._chosen = torch.empty(size, dtype=torch.bool, device=device)
-        self._values = torch.empty(rows, budget, dtype=torch.int32, device=device)
-        self._indices = torch.empty(rows, budget, dtype=torch.int64, device=device)
-        self._places = torch.empty(rows * budget, 1, dtype=torch.int64, device=device)
+        self._scores, self._signs, self._chosen = held["scores"], held["signs"], held["chosen"]
+        self._values, self._indices, self._places = held["values"], held["indices"], held["places"]
         self._row = torch.arange(rows, device=device).unsqueeze(1)
         self.reset(rows)
 
@@ -62,8 +77,8 @@ class RunningTopK:
         kept, rows, budget = self._kept, self._rows, self._budget
         order = _order_(self._whole(self._scores, columns), self._whole(self._signs, columns))
         if (edge := max(first, least_end)) < first + columns:
-            slot_C = torch.arange(edge, first + columns, device=order.device)
-            order[:, kept + edge - first :].masked_fill_(slot_C >= end_R.unsqueeze(1), _INVISIBLE)
+            slot_M = torch.arange(edge, first + columns, device=order.device)
+            order[:, kept + edge - first :].masked_fill_(slot_M >= end_R.unsqueeze(1), _INVISIBLE)
         if self._order_RK is not None:
             order[:, :kept] = self._order_RK
         chosen = self._whole(self._chosen, columns)

@@ -1,6 +1,6 @@
 """Index scores in products of one fixed shape, so that a score depends on its query, weights and key alone.
 
-Shapes by suffix: R rows of a tile, H index heads, D index channels, C pools (columns) of a tile.
+Letters of shapes: `mcore_dsa/__init__.py`.
 
 A matrix library picks its kernel by shape, and another kernel rounds otherwise: scoring a row against 17 keys instead
 of 512 changes the last bits of 64% of its scores (M, torch's CPU build). So every product here has the shape of the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,10 @@ from torch import Tensor
 
 from mcore_dsa.checks import check_positive
 from mcore_dsa.precision import full_precision
+from mcore_dsa.workspace import Buffer, Workspace
+
+# Elements of which a CPU operation gives some to each of up to 32 threads.
+_EVERY_THREAD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,21 @@ class Tile:
     def strip_rows(self) -> int:
         return self.rows * self.strip_tiles
 
-    def bytes_in_use(self, heads: int, dim: int) -> int:
-        """Buffers of a `TileScorer` and the copies made to fill them, in bytes."""
-        queries, scores = self.strip_rows * heads * (dim + 1), self.rows * (heads + 1) * self.pools
-        return 4 * (2 * queries + 2 * self.pools * dim + scores)
+    def workspace(self, heads: int, dim: int) -> Workspace:
+        """What a `TileScorer` of this tile holds, and the copies made to fill it."""
+        fp32, tiles = torch.float32, range(self.strip_tiles)
+        # One allocation a tile: products may round by alignment, and an allocation's is always the same.
+        return Workspace(
+            {f"q {tile}": Buffer((self.rows, heads, dim), fp32, zeroed=True) for tile in tiles}
+            | {f"weights {tile}": Buffer((self.rows, 1, heads), fp32, zeroed=True) for tile in tiles}
+            | {
+                "key": Buffer((self.pools, dim), fp32, zeroed=True),
+                "per head": Buffer((self.rows, heads, self.pools), fp32),
+                "score": Buffer((self.rows, 1, self.pools), fp32),
+                "loaded rows": Buffer((self.strip_rows, heads, dim + 1), fp32, inside=True),
+                "loaded keys": Buffer((self.pools, dim), fp32, inside=True),
+            }
+        )
 
 
 def tile_for(device: torch.device, heads: int) -> Tile:
@@ -64,20 +80,14 @@ class TileScorer:
     def __init__(self, tile: Tile, heads: int, dim: int, device: torch.device, *, use_relu: bool) -> None:
         self.tile = tile
         self._use_relu = use_relu
-        # Said, not left to the process's default, which a training script may set to bfloat16.
-        zeros, empty = (
-            functools.partial(make, dtype=torch.float32, device=device) for make in (torch.zeros, torch.empty)
-        )
-        # One allocation a tile: products may round by alignment, and an allocation's is always the same.
-        self._q = [zeros(tile.rows, heads, dim) for _ in range(tile.strip_tiles)]
-        self._weights = [zeros(tile.rows, 1, heads) for _ in range(tile.strip_tiles)]
-        self._key = zeros(tile.pools, dim)
-        per_head = empty(tile.rows, heads, tile.pools)
-        score = empty(tile.rows, 1, tile.pools)
+        held = tile.workspace(heads, dim).allocate(device)
+        self._q = [held[f"q {index}"] for index in range(tile.strip_tiles)]
+        self._weights = [held[f"weights {index}"] for index in range(tile.strip_tiles)]
+        self._key, per_head, score = held["key"], held["per head"], held["score"]
         # Views made once: four of them a product cost 2% of it (M, CPU).
         self._q_flat, self._key_T = [q.flatten(0, 1) for q in self._q], self._key.T
         self._per_head, self._per_head_flat = per_head, per_head.flatten(0, 1)
-        self._score, self._score_RC = score, score.squeeze(1)
+        self._score, self._score_RM = score, score.squeeze(1)
 
     def load_rows(self, q_RHD: Tensor, weights_RH: Tensor) -> None:
         """Take up to `tile.strip_rows` rows; what stood in the other places stays there and reaches nothing."""
@@ -86,9 +96,9 @@ class TileScorer:
             self._q[index][: q.shape[0]] = q
             self._weights[index][: q.shape[0], 0] = weights
 
-    def load_keys(self, key_CD: Tensor) -> None:
+    def load_keys(self, key_MD: Tensor) -> None:
         """Take up to `tile.pools` keys, likewise."""
-        self._key[: key_CD.shape[0]] = key_CD
+        self._key[: key_MD.shape[0]] = key_MD
 
     def score(self, index: int) -> Tensor:
         """fp32 `[tile.rows, tile.pools]`, `sum_h weights_h * relu(q_h . key)` of tile `index`; valid until the next."""
@@ -96,25 +106,37 @@ class TileScorer:
         if self._use_relu:
             self._per_head.clamp_min_(0)
         torch.bmm(self._weights[index], self._per_head, out=self._score)
-        return self._score_RC
+        return self._score_RM
+
+
+def numerics(device: torch.device) -> Hashable:
+    """What may change the bits of scores on this device while the process runs; equal values mean equal bits.
+
+    The number of threads, and whether numbers below the normal range are flushed to zero (`torch.set_flush_denormal`,
+    which torch cannot be asked for: a product of two small numbers tells).
+    """
+    if device.type != "cpu":
+        return None
+    small = torch.full((), 1e-30, dtype=torch.float32, device="cpu")
+    return torch.get_num_threads(), bool(small * 1e-10 == 0)
 
 
 def tile_fingerprint(device: torch.device, heads: int, dim: int) -> int:
     """Digest of the bits in which this device scores fixed data; equal on two ranks whose scores agree.
 
-    The first call for a device, shape and thread count proves that a place in the tile does not matter: one query and
-    one key are copied into every place, and all scores must be equal.
+    The first call for a device, shape and `numerics` proves that a place in the tile does not matter: one query and one
+    key are copied into every place, and all scores must be equal.
 
     Raises: RuntimeError where they are not.
     """
     check_positive("heads", heads)
     check_positive("dim", dim)
     with torch.no_grad(), full_precision(device.type):
-        return _probe(device, heads, dim, torch.get_num_threads())
+        return _probe(device, heads, dim, numerics(device))
 
 
 @functools.cache
-def _probe(device: torch.device, heads: int, dim: int, threads: int) -> int:
+def _probe(device: torch.device, heads: int, dim: int, numerics: Hashable) -> int:
     tile = tile_for(device, heads)
     generator = torch.Generator("cpu").manual_seed(20)
     randn = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
@@ -123,14 +145,17 @@ def _probe(device: torch.device, heads: int, dim: int, threads: int) -> int:
         q_HD, weights_H, key_D = (randn(shape).to(device) for shape in ((heads, dim), (heads,), (dim,)))
         scorer.load_rows(q_HD.expand(tile.strip_rows, -1, -1), weights_H.expand(tile.strip_rows, -1))
         scorer.load_keys(key_D.expand(tile.pools, -1))
-        score_RC = torch.cat([scorer.score(index).clone() for index in range(tile.strip_tiles)])
-        if not torch.equal(score_RC, score_RC[:1, :1].expand_as(score_RC)):
+        score_RM = torch.cat([scorer.score(index).clone() for index in range(tile.strip_tiles)])
+        if not torch.equal(score_RM, score_RM[:1, :1].expand_as(score_RM)):
             raise RuntimeError(
-                f"on {device} with {threads} threads a score of the {tile.rows} x {heads} x {dim} by {tile.pools} tile "
-                "depends on the row's or the pool's place in it, so no selection here can be independent of slice and "
-                "rank; accepted is a matrix product that rounds alike in every place"
+                f"on {device} with {torch.get_num_threads()} threads a score of the {tile.rows} x {heads} x {dim} by "
+                f"{tile.pools} tile depends on the row's or the pool's place in it, so no selection here can be "
+                "independent of slice and rank; accepted is a matrix product that rounds alike in every place"
             )
     # Two devices may round most scores alike, so a tile of other ones goes into the digest.
     scorer.load_rows(randn(tile.rows, heads, dim).to(device), randn(tile.rows, heads).to(device))
     scorer.load_keys(randn(tile.pools, dim).to(device))
-    return zlib.crc32(scorer.score(0).cpu().numpy().tobytes())
+    digest = zlib.crc32(scorer.score(0).cpu().numpy().tobytes())
+    # Enough elements for every thread: each has its own switch that flushes what is below the normal range.
+    small = torch.full((_EVERY_THREAD,), 1e-30, dtype=torch.float32, device=device)
+    return zlib.crc32((small * 1e-10).cpu().numpy().tobytes(), digest)

@@ -1,0 +1,174 @@
+"""Exact k-pool selection: for every row, the `budget` visible pools with the greatest score.
+
+Letters of shapes: `mcore_dsa/__init__.py`.
+
+Scores come from `scoring.py`, the best of them from `topk.py`, block by block of pools, so that whatever the number of
+pools a strip's scores stay under a byte budget. A row that sees no more pools than the budget takes them all and is
+never scored. A strip holds rows of one segment, and a tile of it only meets pools that one of its rows can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mcore_dsa.backends.protocol import SelectionCounters
+from mcore_dsa.backends.torch.scoring import Tile, TileScorer, tile_fingerprint, tile_for
+from mcore_dsa.backends.torch.topk import RunningTopK, topk_workspace
+from mcore_dsa.checks import check_positive
+from mcore_dsa.kpool import PoolLayout, RowBounds
+from mcore_dsa.precision import full_precision
+
+# Pool ids written at a time for rows that take all they see.
+_FILL_ELEMENTS = 1 << 18
+
+
+def select_pools(
+    q_SBHD: Tensor,
+    weights_SBH: Tensor,
+    pool_key_PBD: Tensor,
+    layout: PoolLayout,
+    bounds: RowBounds,
+    *,
+    budget: int,
+    score_bytes: int,
+    use_relu: bool,
+    counters: SelectionCounters,
+) -> Tensor:
+    """`mcore_dsa.select_pools` for arguments that fit, of rows that are located."""
+    heads, dim = q_SBHD.shape[2:]
+    tile = tile_for(layout.device, heads)
+    block = _block_pools(tile, heads, dim, budget, score_bytes)
+    selection_BSK = torch.empty(layout.batch, bounds.rows, budget, dtype=torch.int32, device=layout.device)
+    host_first_BS, host_visible_BS = bounds.on_host
+    counters.calls += 1
+    counters.rows += host_visible_BS.numel()
+    _take_all_visible(selection_BSK, bounds, host_visible_BS <= budget)
+    if bounds.max_visible <= budget:
+        return selection_BSK
+    with full_precision(layout.device.type):
+        tile_fingerprint(layout.device, heads, dim)
+        scorer = TileScorer(tile, heads, dim, layout.device, use_relu=use_relu)
+        columns = min(block, bounds.max_visible)
+        top = RunningTopK(rows=tile.strip_rows, columns=columns, budget=budget, device=layout.device)
+        for sample in range(layout.batch):
+            end_S = bounds.first_BS[sample] + bounds.visible_BS[sample] - layout.first_pool_id
+            slot_S = host_first_BS[sample] - layout.first_pool_id
+            for strip in _row_strips(slot_S, host_visible_BS[sample], budget, tile):
+                scorer.load_rows(q_SBHD[strip.rows, sample], weights_SBH[strip.rows, sample])
+                slot_RK = _select_strip(scorer, top, pool_key_PBD[:, sample], strip, end_S[strip.rows], block)
+                selection_BSK[sample, strip.rows] = slot_RK.add_(layout.first_pool_id)
+                strip.count(counters, tile)
+    return selection_BSK
+
+
+def smallest_score_bytes(device: torch.device, heads: int, dim: int, budget: int) -> int:
+    """The least `score_bytes` that works: one tile, and the running top-k over a block of pools."""
+    check_positive("dim", dim)
+    check_positive("budget", budget)
+    tile = tile_for(device, heads)
+    return _bytes_in_flight(tile, heads, dim, budget, _smallest_block(tile, budget))
+
+
+@dataclass(frozen=True)
+class _RowStrip:
+    """Rows of one segment next to each other, and how far they see: pool slots `first ... end - 1`."""
+
+    rows: slice
+    first: int
+    least_end: int
+    tile_ends: list[int]
+    visible_pairs: int
+
+    def count(self, counters: SelectionCounters, tile: Tile) -> None:
+        counters.scored_rows += self.rows.stop - self.rows.start
+        counters.scored_pairs += self.visible_pairs
+        tiles = sum(-(-(end - self.first) // tile.pools) for end in self.tile_ends)
+        counters.tile_pairs += tile.rows * tile.pools * tiles
+
+
+def _row_strips(slot_S: Tensor, visible_S: Tensor, budget: int, tile: Tile) -> Iterator[_RowStrip]:
+    """The rows that see more pools than the budget, in strips; `slot_S` is each row's first pool slot. Host tensors."""
+    scored = (visible_S > budget).nonzero().flatten()
+    if scored.numel() == 0:
+        return
+    apart = (scored[1:] != scored[:-1] + 1) | (slot_S[scored[1:]] != slot_S[scored[:-1]])
+    starts = [0, *(apart.nonzero().flatten() + 1).tolist(), scored.shape[0]]
+    for start, stop in pairwise(starts):
+        first, row = int(slot_S[scored[start]]), int(scored[start])
+        visible = visible_S[row : row + stop - start]
+        for begin in range(0, stop - start, tile.strip_rows):
+            part = visible[begin : begin + tile.strip_rows]
+            tile_ends = [first + int(rows.max()) for rows in part.split(tile.rows)]
+            rows = slice(row + begin, row + begin + part.shape[0])
+            yield _RowStrip(rows, first, first + int(part.min()), tile_ends, int(part.sum()))
+
+
+def _select_strip(
+    scorer: TileScorer, top: RunningTopK, key_PD: Tensor, strip: _RowStrip, end_R: Tensor, block: int
+) -> Tensor:
+    """int64 `[rows, budget]`, the best pool slots of the loaded rows, ascending; `top`'s own buffer."""
+    last = max(strip.tile_ends)
+    top.reset(strip.rows.stop - strip.rows.start)
+    for begin in range(strip.first, last, block):
+        columns = min(block, last - begin)
+        _score_block(scorer, key_PD, strip, begin, top.block(columns))
+        top.merge(begin, columns, end_R, strip.least_end, last=begin + columns == last)
+    assert top.slots is not None
+    return top.slots
+
+
+def _score_block(scorer: TileScorer, key_PD: Tensor, strip: _RowStrip, begin: int, score_RM: Tensor) -> None:
+    """Scores of pool slots `begin ... begin + c - 1`; what no row of a tile sees is left unwritten."""
+    rows, pools = scorer.tile.rows, scorer.tile.pools
+    for column in range(0, score_RM.shape[1], pools):
+        first = begin + column
+        outs = score_RM[:, column : column + pools].split(rows)
+        scorer.load_keys(key_PD[first : first + outs[0].shape[1]])
+        for index, (out, tile_end) in enumerate(zip(outs, strip.tile_ends, strict=True)):
+            if tile_end > first:
+                score = scorer.score(index)
+                out.copy_(score if out.shape == score.shape else score[: out.shape[0], : out.shape[1]])
+
+
+def _take_all_visible(selection_BSK: Tensor, bounds: RowBounds, fits_BS: Tensor) -> None:
+    """Write the selection of rows that see no more pools than the budget, and something in rows near them."""
+    batch, rows, budget = selection_BSK.shape
+    rank = torch.arange(budget, dtype=torch.int32, device=selection_BSK.device)
+    first_BS1, visible_BS1 = bounds.first_BS.to(torch.int32).unsqueeze(-1), bounds.visible_BS.unsqueeze(-1)
+    step = max(1, _FILL_ELEMENTS // budget)
+    for sample in range(batch):
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            if bool(fits_BS[sample, part].any()):
+                ids = torch.add(first_BS1[sample, part], rank, out=selection_BSK[sample, part])
+                ids.masked_fill_(rank >= visible_BS1[sample, part], -1)
+
+
+def bytes_in_flight(device: torch.device, heads: int, dim: int, budget: int, pools: int, score_bytes: int) -> int:
+    """Bytes of scores and scratch that rows seeing up to `pools` pools take, under `score_bytes`."""
+    tile = tile_for(device, heads)
+    block = min(_block_pools(tile, heads, dim, budget, score_bytes), -(-max(pools, budget) // tile.pools) * tile.pools)
+    return _bytes_in_flight(tile, heads, dim, budget, block)
+
+
+def _smallest_block(tile: Tile, budget: int) -> int:
+    return -(-budget // tile.pools) * tile.pools
+
+
+def _bytes_in_flight(tile: Tile, heads: int, dim: int, budget: int, block: int) -> int:
+    return tile.workspace(heads, dim).nbytes + topk_workspace(tile.strip_rows, block, budget).nbytes
+
+
+def _block_pools(tile: Tile, heads: int, dim: int, budget: int, score_bytes: int) -> int:
+    """Pools scored before they are merged: the most, in whole tiles, that `score_bytes` holds."""
+    smallest = _smallest_block(tile, budget)
+    needed = _bytes_in_flight(tile, heads, dim, budget, smallest)
+    if score_bytes < needed:
+        raise ValueError(f"score_bytes is {score_bytes}; accepted for this geometry is {needed} or more")
+    more = _bytes_in_flight(tile, heads, dim, budget, smallest + tile.pools) - needed
+    return smallest + (score_bytes - needed) // more * tile.pools
