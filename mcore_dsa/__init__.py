@@ -15,9 +15,10 @@ Letters of shapes, one meaning each in the whole package; a suffix as in `q_SBHD
 """
 
 from mcore_dsa.functions import compress_keys, select_pools, sparse_attention
+from mcore_dsa.fused import fused_qk_topk_kpool
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.kpool import PoolLayout, expand_selection
-from mcore_dsa.sharded import fused_qk_topk_kpool, select_pools_sharded
+from mcore_dsa.sharded import select_pools_sharded
 from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
 __version__ = "0.1.0"

@@ -50,13 +50,21 @@ def check_natural(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value!r}; accepted is an integer >= 0")
 
 
-def check_bool(name: str, value: bool) -> None:
+def check_bool(**values: bool) -> None:
     """Refuse anything but True and False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; accepted are True and False")
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; accepted are True and False")
 
 
 def check_bytes(name: str, value: int) -> None:
     """Refuse anything but an integer; how many bytes are enough is for its user to say."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; accepted is an integer number of bytes")
+
+
+def check_kind(kind: type, **values: object) -> None:
+    """Refuse anything but None and objects of this kind."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} is {kind_of(value)}; accepted are a {kind.__name__} and None")

@@ -1,6 +1,6 @@
-"""Everything that crosses ranks: gathers over an explicit group, and the agreement before the first selection.
+"""Everything that crosses ranks, over an explicit group.
 
-Shapes by suffix: R ranks of the group, S rows of the call, O rows of a shard, B batch, K selected pools a row.
+Letters of shapes: `mcore_dsa/__init__.py`.
 
 Every function takes the group it runs over. `None` stands for a group of one: it runs the same code, with a copy where
 the collective would be. All ranks of a group always enter, also those that own no row.
@@ -8,33 +8,59 @@ the collective would be. All ranks of a group always enter, also those that own 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_dsa.rows import RowPartition
+from mcore_dsa.checks import kind_of
+from mcore_dsa.rows import RowExchange, RowPartition, overlap
 
 type Group = dist.ProcessGroup | None
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[tuple[str, str], ...]]] = weakref.WeakKeyDictionary()
+# Selections gathered over a group so far: what tells the gathers of one call from those of the next.
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# Pieces of a call that have numbers of their own.
+_PIECES = 1 << 16
 
 
 def group_size(group: Group) -> int:
-    return 1 if group is None else dist.get_world_size(group)
+    """Ranks of the group.
+
+    Raises: TypeError for what is no group, ValueError for a group that this rank is not in.
+    """
+    return _place_in(group)[0]
 
 
 def group_rank(group: Group) -> int:
-    return 0 if group is None else dist.get_rank(group)
+    """This rank's place in the group.
+
+    Raises: as `group_size`.
+    """
+    return _place_in(group)[1]
+
+
+def _place_in(group: Group) -> tuple[int, int]:
+    if group is None:
+        return 1, 0
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"query_shard_group is {kind_of(group)}; accepted are a torch.distributed.ProcessGroup and None"
+        )
+    if (rank := dist.get_rank(group)) < 0:
+        raise ValueError("query_shard_group is a group without this rank; accepted are groups that hold it")
+    return dist.get_world_size(group), rank
 
 
 @torch.no_grad()
 def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """Shards of equal length joined along dim 0 in rank order: `[n, ...]` on each of R ranks to `[R * n, ...]` on all.
+    """Shards of equal length joined along dim 0 in rank order: `[n, ...]` on each of G ranks to `[G * n, ...]` on all.
 
     No gradient flows back: what is gathered here feeds a frozen selection.
 
@@ -52,69 +78,62 @@ def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Gro
     """Rows from the ranks that hold them in sequence order to the ranks that own them under `partition`.
 
     Args:
-        tensors: each `[s / R, ...]`, rows `[r * s / R, (r + 1) * s / R)` of `partition.num_rows` on rank r.
+        tensors: each `[s / G, ...]`, rows `[g * s / G, (g + 1) * s / G)` of `partition.num_rows` on rank g.
 
-    Returns: the same tensors, `[rows of this rank's shard, ...]`, slice after slice. All of them travel as bytes in one
-    all-to-all; where every rank owns what it holds, nothing does.
+    Returns: the same tensors, `[rows of this rank's shard, ...]`, slice after slice. Where every rank owns every row
+    they are gathered, where every rank owns what it holds nothing moves; else all of them travel as bytes in one
+    all-to-all.
 
     Raises: ValueError unless every tensor holds this rank's equal part of the rows.
     """
-    ranks, me = group_size(group), group_rank(group)
-    held = [
-        range(rank * partition.num_rows // ranks, (rank + 1) * partition.num_rows // ranks) for rank in range(ranks)
-    ]
+    ranks = group_size(group)
     for tensor in tensors:
-        if partition.num_rows % ranks or partition.group_size != ranks or tensor.shape[0] != len(held[me]):
+        if partition.group_size != ranks or tensor.ndim == 0 or tensor.shape[0] * ranks != partition.num_rows:
             raise ValueError(
-                f"a tensor holds {tensor.shape[0]} of {partition.num_rows} rows cut for {partition.group_size} ranks; "
-                f"accepted are equal parts over the group's {ranks} ranks"
+                f"a tensor has shape {tuple(tensor.shape)} where {partition.num_rows} rows are cut for "
+                f"{partition.group_size} ranks; accepted are equal parts of the rows over the group's {ranks} ranks"
             )
-    if all(_in_one_run(partition.slices(rank), held[rank]) for rank in range(ranks)):
+    exchange = RowExchange.of(partition, group_rank(group))
+    if not exchange.moves:
         return list(tensors)
-    start = held[me].start
-    sent = [[_overlap(held[me], part) for part in partition.slices(rank)] for rank in range(ranks)]
-    received = [[_overlap(held[rank], part) for part in partition.slices(me)] for rank in range(ranks)]
-    outgoing = _as_bytes(tensors, [range(p.start - start, p.stop - start) for parts in sent for p in parts])
-    incoming = outgoing.new_empty(partition.rows_of(me), outgoing.shape[1])
-    _all_to_all(incoming, outgoing, [_rows(parts) for parts in received], [_rows(parts) for parts in sent], group)
+    if partition.is_replicated:
+        return [gather_rows(tensor, group) for tensor in tensors]
+    widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
+    outgoing = torch.empty(sum(exchange.send_counts), sum(widths), dtype=torch.uint8, device=tensors[0].device)
+    for column, tensor in zip(outgoing.split(widths, dim=1), tensors, strict=True):
+        _copy_runs(column, exchange.outgoing, _bytes_of_rows(tensor), exchange.send)
+    incoming = outgoing.new_empty(sum(exchange.receive_counts), sum(widths))
+    _all_to_all(incoming, outgoing, exchange.receive_counts, exchange.send_counts, group)
     del outgoing
-    # Rows arrive by sender, and by slice within a sender; they are wanted by slice, and within it in row order.
-    first_of, place = {}, 0
-    for part in partition.slices(me):
-        first_of[part.start], place = place, place + len(part)
-    owned = [tensor.new_empty(partition.rows_of(me), *tensor.shape[1:]) for tensor in tensors]
-    arrived = 0
-    for parts in received:
-        for slice_, part in zip(partition.slices(me), parts, strict=True):
-            place = first_of[slice_.start] + part.start - slice_.start
-            _from_bytes(incoming[arrived : arrived + len(part)], [x[place : place + len(part)] for x in owned])
-            arrived += len(part)
+    owned = [tensor.new_empty(len(incoming), *tensor.shape[1:]) for tensor in tensors]
+    for column, tensor in zip(incoming.split(widths, dim=1), owned, strict=True):
+        _copy_runs(_bytes_of_rows(tensor), exchange.place, column, exchange.incoming)
     return owned
 
 
-def _as_bytes(tensors: Sequence[Tensor], parts: Sequence[range]) -> Tensor:
-    """uint8 `[rows of the parts, bytes of a row of all tensors]`, part after part."""
-    rows = [tensor.contiguous().flatten(1).view(torch.uint8) for tensor in tensors]
-    packed = rows[0].new_empty(_rows(parts), sum(x.shape[1] for x in rows))
-    for out, part in zip(packed.split([len(part) for part in parts]), parts, strict=True):
-        for column, x in zip(out.split([x.shape[1] for x in rows], dim=1), rows, strict=True):
-            column.copy_(x[part.start : part.stop])
-    return packed
+def _bytes_of_rows(x: Tensor) -> Tensor:
+    """uint8 `[n, bytes of a row]`, a view where `x` is contiguous."""
+    return x.contiguous().view(x.shape[0], math.prod(x.shape[1:])).view(torch.uint8)
 
 
-def _from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
-    rows = [tensor.flatten(1).view(torch.uint8) for tensor in tensors]
-    for x, column in zip(rows, packed.split([x.shape[1] for x in rows], dim=1), strict=True):
-        x.copy_(column)
+def _copy_runs(out: Tensor, into: Sequence[range], x: Tensor, of: Sequence[range]) -> None:
+    for there, here in zip(into, of, strict=True):
+        out[there.start : there.stop] = x[here.start : here.stop]
 
 
 class SelectionGather:
-    """Collects the selection of every row, on every rank, from pieces of each rank's own shard.
+    """Collects the selection of every row, on every rank, while a rank is still selecting for its own.
 
-    Every rank brings pieces of the same rows of its shard in the same order: `add` pads its piece with -1 to the common
-    number of rows, and gathers R of them by one collective as `[R * b, rows, budget]`. Three dimensions, because a
-    stacked `[R, b, rows, budget]` is refused by gloo and passes on NCCL only because it counts elements. A gather runs
-    while the caller goes on: `add` returns with at most `in_flight` of them running, having waited for older ones.
+    A shard goes in pieces of `piece_rows` rows, the same on every rank whatever gives the selections: padded with -1 to
+    a common length, each is gathered by one collective as `[G * b, rows + 1, budget]`. Three dimensions, because a
+    stacked `[G, b, rows + 1, budget]` is refused by gloo and passes on NCCL only because it counts elements. The row
+    more holds the number of the call and of the piece: a rank that raised in the middle of a call and begins another
+    would lay its first piece beside the others' second, and every rank would select wrong tokens without an error.
+
+    A gather runs while the caller goes on: at most `in_flight` of them at a time.
+
+    Attributes:
+        piece_rows: rows of a shard that are gathered together.
     """
 
     def __init__(
@@ -125,52 +144,105 @@ class SelectionGather:
         batch: int,
         budget: int,
         device: torch.device,
+        piece_rows: int | None = None,
         in_flight: int = 2,
     ) -> None:
+        ranks, rank = group_size(group), group_rank(group)
+        if partition.group_size != ranks:
+            raise ValueError(
+                f"partition cuts rows for {partition.group_size} ranks; accepted are the group's {ranks} ranks"
+            )
         self._partition, self._group, self._in_flight = partition, group, in_flight
-        self._pending: deque[tuple[dist.Work | None, range, Tensor, Tensor]] = deque()
-        self._selection_BSK = torch.empty(batch, partition.num_rows, budget, dtype=torch.int32, device=device)
+        self._own_shape = batch, partition.rows_of(rank), budget
+        self.piece_rows = max(1, partition.rows_per_rank if piece_rows is None else piece_rows)
+        self._next_row = 0
+        self._pending: deque[_Piece] = deque()
+        self._call, self._selection_BSK = 0, None
+        if not partition.is_replicated:
+            self._selection_BSK = torch.empty(batch, partition.num_rows, budget, dtype=torch.int32, device=device)
+        if group is not None:
+            self._call = _calls[group] = _calls.get(group, 0) + 1
 
     @torch.no_grad()
-    def add(self, piece: range, selection_BOK: Tensor) -> None:
-        """int32 `[b, o, budget]`, the selections of rows `piece` of this rank's shard, as far as the shard has them.
+    def advance(self, selection_BOK: Tensor, done: int) -> None:
+        """Gather what is complete of this rank's rows.
 
-        Raises: TypeError unless int32, ValueError for another shape.
+        Args:
+            selection_BOK: int32 `[b, o, budget]`, the selections of this rank's shard.
+            done: how many of its rows, from the first on, are written.
+
+        Raises: TypeError unless int32, ValueError for another shape; ValueError where another rank is in another call.
         """
-        own = len(_overlap(piece, range(self._partition.rows_of(group_rank(self._group)))))
-        batch, _, budget = self._selection_BSK.shape
         if selection_BOK.dtype != torch.int32:
             raise TypeError(f"selection_BOK is {selection_BOK.dtype}; accepted is torch.int32")
-        if selection_BOK.shape != (batch, own, budget):
+        if selection_BOK.shape != self._own_shape:
             raise ValueError(
-                f"selection_BOK has shape {tuple(selection_BOK.shape)}; accepted is {[batch, own, budget]}, this "
-                f"rank's part of rows {piece.start} ... {piece.stop - 1} of a shard"
+                f"selection_BOK has shape {tuple(selection_BOK.shape)}; accepted is {list(self._own_shape)}, this "
+                "rank's shard"
             )
-        padded = selection_BOK.new_full((batch, len(piece), budget), -1)
+        if self._selection_BSK is None:
+            return
+        _, own, _ = self._own_shape
+        while (start := self._next_row) < self._partition.rows_per_rank:
+            stop = min(start + self.piece_rows, self._partition.rows_per_rank)
+            if done < min(stop, own):
+                break
+            self._enter(range(start, stop), selection_BOK[:, start : min(stop, own)])
+            self._next_row = stop
+
+    @torch.no_grad()
+    def finish(self, selection_BOK: Tensor) -> Tensor:
+        """int32 `[b, partition.num_rows, budget]` in row order, of a shard that is complete; it is the whole where
+        every rank owns every row.
+        """
+        self.advance(selection_BOK, selection_BOK.shape[1])
+        while self._pending:
+            self._place()
+        return selection_BOK if self._selection_BSK is None else self._selection_BSK
+
+    def _enter(self, rows: range, selection_BOK: Tensor) -> None:
+        batch, own, budget = selection_BOK.shape
+        padded = selection_BOK.new_full((batch, len(rows) + 1, budget), -1)
         padded[:, :own] = selection_BOK
-        gathered = selection_BOK.new_empty(group_size(self._group) * batch, len(piece), budget)
-        self._pending.append((_all_gather(gathered, padded, self._group, wait=False), piece, gathered, padded))
+        tag = self._call % 2**15 * _PIECES + rows.start // self.piece_rows % _PIECES
+        padded[:, -1] = tag
+        gathered = selection_BOK.new_empty(group_size(self._group) * batch, len(rows) + 1, budget)
+        work = _all_gather(gathered, padded, self._group, wait=False)
+        self._pending.append(_Piece(work, rows, tag, gathered, padded))
         while len(self._pending) > self._in_flight:
             self._place()
 
-    @torch.no_grad()
-    def finish(self) -> Tensor:
-        """int32 `[b, partition.num_rows, budget]` in row order, once every rank has added every piece."""
-        while self._pending:
-            self._place()
-        return self._selection_BSK
-
     def _place(self) -> None:
-        work, piece, gathered, _ = self._pending.popleft()
-        if work is not None:
-            work.wait()
-        for rank, shard_BOK in enumerate(gathered.unflatten(0, (self._partition.group_size, -1))):
-            offset = -piece.start
-            for rows in self._partition.slices(rank):
-                part = _overlap(range(offset, offset + len(rows)), range(len(piece)))
-                start = rows.start + part.start - offset
-                self._selection_BSK[:, start : start + len(part)] = shard_BOK[:, part.start : part.stop]
-                offset += len(rows)
+        piece = self._pending.popleft()
+        if piece.work is not None:
+            piece.work.wait()
+        of_ranks = piece.gathered.unflatten(0, (self._partition.group_size, -1))
+        if bool((of_ranks[:, :, -1] != piece.tag).any()):
+            tags = [f"{tag // _PIECES}.{tag % _PIECES}" for tag in of_ranks[:, 0, -1, 0].tolist()]
+            raise ValueError(
+                f"the ranks of the query-shard group are in calls and pieces {', '.join(tags)}; accepted is the same "
+                "on every rank: one of them raised in the middle of a call, or left one out"
+            )
+        assert self._selection_BSK is not None
+        rows = piece.rows
+        for rank, shard_BOK in enumerate(of_ranks):
+            offset = -rows.start
+            for part in self._partition.slices(rank):
+                here = overlap(range(offset, offset + len(part)), range(len(rows)))
+                start = part.start + here.start - offset
+                self._selection_BSK[:, start : start + len(here)] = shard_BOK[:, here.start : here.stop]
+                offset += len(part)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """One gather: rows of every shard, what marks it, and buffers that live until it is placed."""
+
+    work: dist.Work | None
+    rows: range
+    tag: int
+    gathered: Tensor
+    padded: Tensor
 
 
 def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Group) -> Tensor:
@@ -184,46 +256,21 @@ def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Grou
 
     Raises: TypeError unless int32, ValueError unless the shard has the rows the partition gives this rank.
     """
-    if partition.group_size != group_size(group) or selection_BOK.ndim != 3:
-        raise ValueError(
-            f"selection_BOK has shape {tuple(selection_BOK.shape)} and the partition {partition.group_size} ranks; "
-            f"accepted are three dimensions and the group's {group_size(group)} ranks"
-        )
+    if selection_BOK.ndim != 3:
+        raise ValueError(f"selection_BOK has shape {tuple(selection_BOK.shape)}; accepted are three dimensions")
     batch, _, budget = selection_BOK.shape
-    gather = SelectionGather(partition, group, batch=batch, budget=budget, device=selection_BOK.device)
-    gather.add(range(partition.rows_per_rank), selection_BOK)
-    return gather.finish()
+    return SelectionGather(partition, group, batch=batch, budget=budget, device=selection_BOK.device).finish(
+        selection_BOK
+    )
 
 
-def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessGroup) -> bool:
-    """Make sure that every rank of `group` runs with the same settings, before anything depends on it.
-
-    Every call is one exchange, which all ranks must enter: nothing that a rank remembers may let it stay out, or a rank
-    whose settings have changed would wait for it alone. A rank that could not read a setting, or found that it cannot
-    keep the contract, passes what is wrong as `faults`, so that all ranks raise instead of waiting in a later
-    collective.
-
-    Returns: whether the group has not agreed on these values before.
-
-    Raises: ValueError on every rank, naming the settings that differ with the ranks and values, and every fault.
-    """
-    mine = tuple(sorted(values.items()))
-    told: list[Any] = [None] * group_size(group)
-    dist.all_gather_object(told, (dict(values), tuple(faults)), group=group)
-    problems = [f"rank {rank}: {fault}" for rank, (_, its_faults) in enumerate(told) for fault in its_faults]
-    for name in sorted({name for its_values, _ in told for name in its_values}):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, (its_values, _) in enumerate(told):
-            ranks_of.setdefault(its_values.get(name, "not set"), []).append(rank)
-        if len(ranks_of) > 1:
-            said = ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
-            problems.append(f"{name} differs over the group: {said}")
-    if problems:
-        raise ValueError("settings of the query-shard group (ranks within it): " + "; ".join(problems))
-    agreed = _agreed.setdefault(group, set())
-    newly = mine not in agreed
-    agreed.add(mine)
-    return newly
+def any_rank(said: bool, group: Group, device: torch.device) -> bool:
+    """Whether any rank of the group says so; every rank has to ask."""
+    if group is None or group_size(group) == 1:
+        return said
+    word = torch.tensor([int(said)], dtype=torch.int32, device=device)
+    dist.all_reduce(word, dist.ReduceOp.MAX, group=group)
+    return bool(word)
 
 
 def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = True) -> dist.Work | None:
@@ -235,23 +282,8 @@ def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = Tru
     return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
 
 
-def _all_to_all(output: Tensor, shard: Tensor, received: list[int], sent: list[int], group: Group) -> None:
+def _all_to_all(output: Tensor, shard: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> None:
     if group is None:
         output.copy_(shard)
         return
-    dist.all_to_all_single(output, shard, output_split_sizes=received, input_split_sizes=sent, group=group)
-
-
-def _overlap(a: range, b: range) -> range:
-    start = max(a.start, b.start)
-    return range(start, max(start, min(a.stop, b.stop)))
-
-
-def _in_one_run(parts: Sequence[range], rows: range) -> bool:
-    """Whether the parts, one after the other, are exactly `rows`."""
-    edges = [rows.start, *(edge for part in parts if part for edge in (part.start, part.stop)), rows.stop]
-    return all(first == second for first, second in zip(edges[::2], edges[1::2], strict=True))
-
-
-def _rows(parts: Sequence[range]) -> int:
-    return sum(len(part) for part in parts)
+    dist.all_to_all_single(output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group)

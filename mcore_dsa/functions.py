@@ -17,9 +17,11 @@ from mcore_dsa.checks import (
     check_device,
     check_floating,
     check_integer,
+    check_kind,
     check_positive,
     kind_of,
 )
+from mcore_dsa.eager import uncompiled
 from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.precision import full_precision
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
@@ -29,6 +31,7 @@ MASKED_ATTENTION_KEYS = 12_288
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@uncompiled
 @torch.no_grad()
 def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: PoolLayout) -> Tensor:
     """Compressed key of every pool: softmax over the pool's tokens, per channel, of `gate + ape`, times the keys.
@@ -51,6 +54,7 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
     return resolve().compress(key_TBD, gate_TBD, ape_JD, layout)
 
 
+@uncompiled
 @torch.no_grad()
 def select_pools(
     q_SBHD: Tensor,
@@ -85,9 +89,15 @@ def select_pools(
 
     Source of the score: transformers' `Glm5NextTextIndexer.forward`.
     """
-    position_S = _check_call(q_SBHD, weights_SBH, pool_key_PBD, layout, position_S, budget)
+    check_layout(layout)
+    if position_S is None:
+        position_S = torch.arange(layout.num_tokens, device=layout.device)
+    check_integer("position_S", position_S, ndim=1)
+    check_scoring(q_SBHD, weights_SBH, pool_key_PBD, layout, rows=position_S.shape[0])
+    check_positive("budget", budget)
+    check_kind(SelectionCounters, counters=counters)
     check_bytes("score_bytes", score_bytes)
-    check_bool("use_relu", use_relu)
+    check_bool(use_relu=use_relu)
     return resolve().select(
         q_SBHD,
         weights_SBH,
@@ -101,6 +111,7 @@ def select_pools(
     )
 
 
+@uncompiled
 def sparse_attention(
     q_SBHC: Tensor,
     kv_TBC: Tensor,
@@ -135,7 +146,7 @@ def sparse_attention(
     _check_latents(q_SBHC, kv_TBC)
     _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
     _check_scale(softmax_scale)
-    check_bool("always_select_tail", always_select_tail)
+    check_bool(always_select_tail=always_select_tail)
     check_bytes("attend_bytes", attend_bytes)
     return resolve().attend(
         q_SBHC,
@@ -191,23 +202,23 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
     return out_BHSC.permute(2, 0, 1, 3).to(q_SBHC.dtype)
 
 
-def _check_call(
-    q: Tensor, weights: Tensor, pool_key: Tensor, layout: PoolLayout, position: Tensor | None, budget: int
-) -> Tensor:
-    check_layout(layout)
-    check_floating("q_SBHD", q, (None, layout.batch, None, None))
+def check_scoring(
+    q: Tensor,
+    weights: Tensor,
+    pool_key: Tensor,
+    layout: PoolLayout,
+    *,
+    rows: int | None = None,
+    names: tuple[str, str, str] = ("q_SBHD", "weights_SBH", "pool_key_PBD"),
+) -> None:
+    """Refuse queries, head weights and pool keys that do not fit the layout and each other, by their `names`."""
+    q_name, weights_name, key_name = names
+    check_floating(q_name, q, (rows, layout.batch, None, None))
     if 0 in q.shape[2:]:
-        raise ValueError(f"q_SBHD has shape {tuple(q.shape)}; accepted are at least one head and one channel")
-    check_floating("weights_SBH", weights, tuple(q.shape[:3]))
-    check_floating("pool_key_PBD", pool_key, (layout.num_pools, layout.batch, q.shape[3]))
-    check_positive("budget", budget)
-    if position is None:
-        position = torch.arange(layout.num_tokens, device=layout.device)
-    check_integer("position_S", position, ndim=1)
-    if position.shape[0] != q.shape[0]:
-        raise ValueError(f"q_SBHD has {q.shape[0]} rows and position_S {position.shape[0]}; accepted are equal numbers")
-    check_device(layout.device, q_SBHD=q, weights_SBH=weights, pool_key_PBD=pool_key, position_S=position)
-    return position
+        raise ValueError(f"{q_name} has shape {tuple(q.shape)}; accepted are at least one head and one channel")
+    check_floating(weights_name, weights, tuple(q.shape[:3]))
+    check_floating(key_name, pool_key, (layout.num_pools, layout.batch, q.shape[3]))
+    check_device(layout.device, **{q_name: q, weights_name: weights, key_name: pool_key})
 
 
 def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:

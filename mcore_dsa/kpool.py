@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.checks import check_bool, check_device, check_integer, check_natural, check_positive, kind_of
+from mcore_dsa.eager import uncompiled
 
 # Token ids that `expand_selection` works on at a time.
 _EXPAND_ELEMENTS = 1 << 20
@@ -234,6 +235,7 @@ def check_layout(layout: PoolLayout) -> None:
         raise TypeError(f"layout is {kind_of(layout)}; accepted is a PoolLayout")
 
 
+@uncompiled
 def expand_selection(
     selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor, *, always_select_tail: bool
 ) -> Tensor:
@@ -248,7 +250,7 @@ def expand_selection(
 
     Raises: TypeError unless int32, ValueError for an id that is not a complete pool visible to its row.
     """
-    check_bool("always_select_tail", always_select_tail)
+    check_bool(always_select_tail=always_select_tail)
     check_selection(selection_BSK, layout, position_S)
     bounds = layout.bounds(position_S)
     batch, rows, budget = selection_BSK.shape

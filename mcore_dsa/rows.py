@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import get_args
 
 from mcore_dsa.settings import Partition
 
@@ -20,10 +21,10 @@ class RowPartition:
 
     Attributes:
         num_rows: rows of the call.
-        shards: for each rank its slices, in the order in which it holds them. Together they hold every row; the three
-            partitions below hold each once.
+        shards: for each rank its slices, in the order in which it holds them. Either they hold every row once, or each
+            rank holds all rows as one slice.
 
-    Raises: ValueError for a negative `num_rows`, a `group_size` below 1, or shards that leave out a row.
+    Raises: ValueError for a negative `num_rows`, a group without ranks, or shards that do neither.
     """
 
     num_rows: int
@@ -32,11 +33,19 @@ class RowPartition:
     def __post_init__(self) -> None:
         _check_sizes(self.num_rows, len(self.shards))
         parts = sorted((part for own in self.shards for part in own if part), key=lambda part: part.start)
-        ends = accumulate((part.stop for part in parts), max, initial=0)
-        gaps = any(part.start > end or part.step != 1 for part, end in zip(parts, ends, strict=False))
-        low, high = (parts[0].start, max(part.stop for part in parts)) if parts else (0, 0)
-        if gaps or (low, high) != (0, self.num_rows):
-            raise ValueError(f"shards is {self.shards}; accepted are ranges that hold every row 0 ... num_rows - 1")
+        edges = [0, *(edge for part in parts for edge in (part.start, part.stop)), self.num_rows]
+        disjoint = all(part.step == 1 for part in parts) and edges[::2] == edges[1::2]
+        if not disjoint and not self.is_replicated:
+            raise ValueError(
+                f"shards is {self.shards}; accepted are ranges that hold each row 0 ... {self.num_rows - 1} once, or "
+                "all of them on every rank"
+            )
+
+    @classmethod
+    def replicated(cls, num_rows: int, group_size: int) -> RowPartition:
+        """Every rank owns every row."""
+        _check_sizes(num_rows, group_size)
+        return cls(num_rows, ((range(num_rows),),) * group_size)
 
     @classmethod
     def contiguous(cls, num_rows: int, group_size: int) -> RowPartition:
@@ -69,6 +78,11 @@ class RowPartition:
         return len(self.shards)
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether every rank owns every row, in row order: then nothing has to be gathered."""
+        return all(own == (range(self.num_rows),) for own in self.shards)
+
+    @property
     def rows_per_rank(self) -> int:
         """Rows of the longest shard, to which every shard is padded for the exchange."""
         return max(self.rows_of(rank) for rank in range(self.group_size))
@@ -85,6 +99,63 @@ class RowPartition:
         if not 0 <= rank < self.group_size:
             raise ValueError(f"rank is {rank}; accepted is 0 <= rank < {self.group_size}")
         return self.shards[rank]
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """How rows get from the ranks that hold them, in equal parts in row order, to the ranks that own them.
+
+    Attributes:
+        send: rows to send, as ranges into the rows this rank holds, receiver after receiver.
+        send_counts: how many of them each rank gets.
+        receive_counts: how many rows come from each rank.
+        place: where they go, in the order of their coming, as ranges into the rows this rank owns.
+        moves: whether any rank sends a row to another, or gets its own in another order.
+    """
+
+    send: tuple[range, ...]
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    place: tuple[range, ...]
+    moves: bool
+
+    @classmethod
+    def of(cls, partition: RowPartition, rank: int) -> RowExchange:
+        """The exchange that gives `rank` its rows.
+
+        Raises: ValueError for rows that are no multiple of the ranks, or a rank outside the group.
+        """
+        ranks, own = partition.group_size, partition.slices(rank)
+        if partition.num_rows % ranks:
+            raise ValueError(f"num_rows is {partition.num_rows}; accepted are multiples of the group's {ranks} ranks")
+        held = _equal_slices(partition.num_rows, ranks)
+        sent = [[overlap(held[rank], part) for part in partition.slices(receiver)] for receiver in range(ranks)]
+        received = [[overlap(home, part) for part in own] for home in held]
+        starts = list(accumulate(map(len, own), initial=0))
+        place = [
+            range(start + run.start - part.start, start + run.stop - part.start)
+            for runs in received
+            for start, part, run in zip(starts[:-1], own, runs, strict=True)
+            if run
+        ]
+        home = held[rank].start
+        return cls(
+            tuple(range(run.start - home, run.stop - home) for runs in sent for run in runs if run),
+            tuple(sum(map(len, runs)) for runs in sent),
+            tuple(sum(map(len, runs)) for runs in received),
+            tuple(place),
+            any(_joined(partition.slices(each)) != held[each] for each in range(ranks)),
+        )
+
+    @property
+    def outgoing(self) -> tuple[range, ...]:
+        """Where the runs of `send` stand, one after the other, in what is sent."""
+        return _in_a_row(self.send)
+
+    @property
+    def incoming(self) -> tuple[range, ...]:
+        """Where the runs of `place` stand in what arrives."""
+        return _in_a_row(self.place)
 
 
 @dataclass(frozen=True)
@@ -169,13 +240,32 @@ def partition_rows(
     kind: Partition, num_rows: int, group_size: int, lengths: Sequence[int], *, pool_size: int, budget: int
 ) -> RowPartition:
     """The partition that `SKYRL_DSA_INDEXER_TP_SHARD` names; `lengths` of the documents matter to `balanced` alone."""
+    if kind == "off":
+        return RowPartition.replicated(num_rows, group_size)
     if kind == "contiguous":
         return RowPartition.contiguous(num_rows, group_size)
     if kind == "zigzag":
         return RowPartition.zigzag(num_rows, group_size)
     if kind == "balanced":
         return RowPartition.balanced(num_rows, group_size, PackWork(tuple(lengths), pool_size, budget))
-    raise ValueError(f"partition is {kind!r}; accepted are 'contiguous', 'zigzag' and 'balanced'")
+    raise ValueError(f"partition is {kind!r}; accepted are {', '.join(map(repr, get_args(Partition)))}")
+
+
+def overlap(a: range, b: range) -> range:
+    """What two ranges have in common; empty, and inside neither, where that is nothing."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+def _joined(parts: Sequence[range]) -> range | None:
+    """The parts as one range, None where they do not follow one another."""
+    parts = [part for part in parts if part] or [range(0)]
+    follow = all(before.stop == after.start for before, after in pairwise(parts))
+    return range(parts[0].start, parts[-1].stop) if follow else None
+
+
+def _in_a_row(runs: Sequence[range]) -> tuple[range, ...]:
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(map(len, runs), initial=0)))
 
 
 def _equal_slices(num_rows: int, parts: int) -> list[range]:

@@ -1,22 +1,25 @@
 """Selection with its query rows sharded over a group: own rows scored here, every row's selection everywhere.
 
-Shapes by suffix: S rows of the call, O rows of this rank's shard, T tokens, B batch, H index heads, D index channels,
-J tokens of a pool, P pools, K selected pools a row, W selected tokens a row.
+Letters of shapes: `mcore_dsa/__init__.py`.
 
 Sharded and unsharded are one function with a group argument, and their results are equal bit for bit: a row's
-selection does not depend on the rows beside it (`selection.py`), and the exchange moves integers.
+selection does not depend on the rows beside it, and the exchange moves integers.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import SelectionCounters
-from mcore_dsa.checks import check_device, check_floating, check_integer, check_positive
+from mcore_dsa.backends import Backend, SelectionCounters, resolve
+from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
-from mcore_dsa.functions import compress_keys, select_pools
-from mcore_dsa.kpool import PoolLayout, expand_selection
+from mcore_dsa.eager import uncompiled
+from mcore_dsa.functions import check_scoring
+from mcore_dsa.kpool import PoolLayout, check_layout
+from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition
 from mcore_dsa.settings import DEFAULT_SCORE_BYTES
 
@@ -25,7 +28,11 @@ OVERLAP_ROWS = 1024
 # Gathers whose buffers live at a time: one that is being filled or placed, the rest on their way.
 GATHERS_HELD = 3
 
+_OWN = ("q_OBHD", "weights_OBH", "pool_key_PBD")
 
+
+@uncompiled
+@torch.no_grad()
 def select_pools_sharded(
     q_OBHD: Tensor,
     weights_OBH: Tensor,
@@ -53,192 +60,77 @@ def select_pools_sharded(
 
     Returns: `selection_BSK` int32 `[b, s, budget]`, the same on every rank.
 
-    Raises: as `select_pools`; ValueError for a partition of other rows or another number of ranks.
+    Raises: as `select_pools`; TypeError for what is no group, partition or counters; ValueError for a group without
+    this rank, a partition of other rows or another number of ranks, and where a rank of the group is in another call.
     """
+    check_layout(layout)
     check_integer("position_S", position_S, ndim=1)
     check_positive("budget", budget)
-    ranks, rank = group_size(query_shard_group), group_rank(query_shard_group)
-    rows = position_S.shape[0]
+    check_bytes("score_bytes", score_bytes)
+    check_bool(overlap=overlap, use_relu=use_relu)
+    check_kind(RowPartition, partition=partition)
+    check_kind(SelectionCounters, counters=counters)
+    ranks, rank, rows = group_size(query_shard_group), group_rank(query_shard_group), position_S.shape[0]
     partition = RowPartition.contiguous(rows, ranks) if partition is None else partition
-    _check_shard(q_OBHD, weights_OBH, partition, rows, ranks, rank)
-    own_O = torch.cat([position_S[part.start : part.stop] for part in partition.slices(rank)])
-    batch, device, group = layout.batch, layout.device, query_shard_group
-    gather = SelectionGather(partition, group, batch=batch, budget=budget, device=device, in_flight=GATHERS_HELD - 1)
-    piece = OVERLAP_ROWS if overlap else max(1, partition.rows_per_rank)
-    for start in range(0, partition.rows_per_rank, piece):
-        part = slice(start, start + piece)
-        selection_BOK = select_pools(
-            q_OBHD[part],
-            weights_OBH[part],
-            pool_key_PBD,
-            layout,
-            own_O[part],
-            budget=budget,
-            score_bytes=score_bytes,
-            use_relu=use_relu,
-            counters=counters,
-        )
-        gather.add(range(start, min(start + piece, partition.rows_per_rank)), selection_BOK)
-    return gather.finish()
-
-
-@torch.no_grad()
-def fused_qk_topk_kpool(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    index_topk: int,
-    pool_size: int,
-    gate_score: Tensor,
-    ape: Tensor,
-    mask: None = None,
-    varlen_starts: Tensor | None = None,
-    varlen_ends: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    use_relu: bool = True,
-    always_select_tail: bool = True,
-    fp8_indexer: bool = False,
-    query_shard_group: Group = None,
-) -> tuple[None, Tensor]:
-    """k-pool selection under the signature that Megatron's token-level `fused_qk_topk` callers use.
-
-    Without bounds the call is dense and *causal* (Megatron's token-level function is unmasked there): `s` must equal
-    `s_k`, and pools begin at token 0, or at every document of `cu_seqlens_kv`. With `varlen_starts` and `varlen_ends`
-    row i sees tokens `[starts[i], ends[i])`, the same in every sample; rows of equal start are a segment, and its
-    pools begin there. Left padding that differs by sample cannot be said here: use `select_pools` with a layout.
-
-    Args:
-        q: floating `[s, b, heads, dim]`, all rows, on every rank.
-        k, gate_score: floating `[s_k, b, dim]`, normalised index keys and their compression gates.
-        weights: floating `[s, b, heads]`, already times `heads**-0.5 * dim**-0.5`.
-        index_topk: tokens to select, a multiple of `pool_size`.
-        ape: floating `[pool_size, dim]`.
-        mask, fp8_indexer: None and False; any other is refused.
-        varlen_starts, varlen_ends: integer `[s]`, both or none. cu_seqlens_kv: integer `[documents + 1]`.
-        key_positions: None or 0 ... s_k-1.
-        query_shard_group: ranks that share the rows, each scoring its contiguous shard; None: every row here.
-
-    Returns: `(None, token_ids)`, int32 `[b, s, index_topk + pool_size - 1]` (`index_topk` wide without the tail):
-    tokens of the selected pools, ascending, from column 0, the tail from column `index_topk`, -1 elsewhere. No scores
-    are returned: they are never held.
-
-    Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it.
-    """
-    _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, mask, key_positions, cu_seqlens_kv, fp8_indexer)
-    layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
-    pool_key = compress_keys(k, gate_score, ape, layout)
-    partition = RowPartition.contiguous(q.shape[0], group_size(query_shard_group))
-    (own,) = partition.slices(group_rank(query_shard_group))
-    selection = select_pools_sharded(
-        q[own.start : own.stop],
-        weights[own.start : own.stop],
-        pool_key,
-        layout,
-        position,
-        budget=index_topk // pool_size,
-        query_shard_group=query_shard_group,
-        use_relu=use_relu,
-    )
-    return None, expand_selection(selection, layout, position, always_select_tail=always_select_tail)
-
-
-def _layout_of_bounds(
-    starts: Tensor | None, ends: Tensor | None, cu_seqlens: Tensor | None, rows: int, key_TBD: Tensor, pool_size: int
-) -> tuple[PoolLayout, Tensor]:
-    """The segments that the bounds of a call describe, and the token each row stands at, -1 for one that sees none."""
-    (tokens, batch, _), device = key_TBD.shape, key_TBD.device
-    if (starts is None) != (ends is None):
-        raise ValueError("one of varlen_starts and varlen_ends is None; accepted are both or none")
-    if cu_seqlens is not None:
-        layout = PoolLayout.from_cu_seqlens(cu_seqlens, num_tokens=tokens, pool_size=pool_size, batch=batch)
-    elif starts is None or ends is None:
-        layout = PoolLayout.dense(tokens, pool_size=pool_size, batch=batch, device=device)
-    if starts is None or ends is None:
-        if rows != tokens:
-            raise ValueError(f"q has {rows} rows and k {tokens}; accepted without varlen bounds are equal numbers")
-        return layout, torch.arange(rows, device=device)
-    for name, bound in (("varlen_starts", starts), ("varlen_ends", ends)):
-        check_integer(name, bound, ndim=1)
-        check_device(device, **{name: bound})
-        if bound.shape[0] != rows:
-            raise ValueError(f"{name} has {bound.shape[0]} values; accepted is one a row, {rows}")
-    starts, ends = starts.long(), ends.long()
-    if not bool(((starts >= 0) & (ends >= starts) & (ends <= tokens)).all()):
-        raise ValueError(f"varlen_starts and varlen_ends leave 0 <= start <= end <= {tokens}; accepted is inside it")
-    seeing = ends > starts
-    if cu_seqlens is None:
-        segment_start, segment_of = starts[seeing].unique(return_inverse=True)
-        segment_end = torch.zeros_like(segment_start).scatter_reduce_(0, segment_of, ends[seeing], "amax")
-        if bool((segment_end[:-1] > segment_start[1:]).any()):
-            raise ValueError("varlen_starts moves from row to row inside a document; accepted is one start a document")
-        if segment_start.numel() == 0:
-            segment_start = segment_end = torch.zeros(1, dtype=torch.int64, device=device)
-        bounds = (segment_start.expand(batch, -1), segment_end.expand(batch, -1))
-        layout = PoolLayout.from_segments(*bounds, num_tokens=tokens, pool_size=pool_size)
-    position = torch.where(seeing, ends - 1, -1)
-    if cu_seqlens is not None:
-        document = torch.searchsorted(cu_seqlens.long(), starts, right=True) - 1
-        fits = (cu_seqlens[document] == starts) & (ends <= cu_seqlens[(document + 1).clamp(max=len(cu_seqlens) - 1)])
-        if not bool((fits | ~seeing).all()):
-            raise ValueError(
-                "varlen bounds are not documents of cu_seqlens_kv; accepted are rows inside one, from its start"
-            )
-    return layout, position
-
-
-def _check_shard(
-    q_OBHD: Tensor, weights_OBH: Tensor, partition: RowPartition, rows: int, ranks: int, rank: int
-) -> None:
     if (partition.num_rows, partition.group_size) != (rows, ranks):
         raise ValueError(
             f"partition cuts {partition.num_rows} rows for {partition.group_size} ranks; accepted are {rows} rows and "
             f"{ranks} ranks"
         )
-    own = partition.rows_of(rank)
-    for name, tensor, ndim in (("q_OBHD", q_OBHD, 4), ("weights_OBH", weights_OBH, 3)):
-        check_floating(name, tensor, (None,) * ndim)
-        if tensor.shape[0] != own:
-            raise ValueError(f"{name} has {tensor.shape[0]} rows; accepted are the {own} of rank {rank}'s shard")
+    check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=partition.rows_of(rank), names=_OWN)
+    plan = SelectionPlan(layout, layout.bounds(position_S), partition, rank)
+    gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
+    selection_BOK = select_own_rows(
+        resolve(),
+        q_OBHD,
+        weights_OBH,
+        pool_key_PBD,
+        plan,
+        budget=budget,
+        score_bytes=score_bytes,
+        use_relu=use_relu,
+        counters=SelectionCounters() if counters is None else counters,
+        gather=gather,
+    )
+    return gather.finish(selection_BOK)
 
 
-def _check_fused(
-    q: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    index_topk: int,
-    pool_size: int,
-    gate_score: Tensor,
-    ape: Tensor,
-    mask: object,
-    key_positions: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    fp8_indexer: bool,
-) -> None:
-    if mask is not None:
-        raise ValueError(f"mask is a {type(mask).__name__}; accepted is None: say who sees what with varlen bounds")
-    if fp8_indexer:
-        raise ValueError("fp8_indexer is True; accepted is False: scores are fp32")
-    check_positive("pool_size", pool_size)
-    check_positive("index_topk", index_topk)
-    if index_topk % pool_size:
-        raise ValueError(f"index_topk is {index_topk}; accepted is a positive multiple of pool_size, {pool_size}")
-    check_floating("q", q, (None, None, None, None))
-    check_floating("k", k, (None, q.shape[1], q.shape[3]))
-    check_floating("weights", weights, tuple(q.shape[:3]))
-    check_floating("gate_score", gate_score, tuple(k.shape))
-    check_floating("ape", ape, (pool_size, k.shape[2]))
-    check_device(k.device, q=q, weights=weights, gate_score=gate_score, ape=ape)
-    for name, optional in (("key_positions", key_positions), ("cu_seqlens_kv", cu_seqlens_kv)):
-        if optional is not None:
-            check_integer(name, optional, ndim=1)
-            check_device(k.device, **{name: optional})
-    if cu_seqlens_kv is not None:
-        ascends = cu_seqlens_kv.numel() > 1 and bool(cu_seqlens_kv[0] == 0) and bool((cu_seqlens_kv.diff() >= 0).all())
-        if not ascends or int(cu_seqlens_kv[-1]) > k.shape[0]:
-            raise ValueError(
-                f"cu_seqlens_kv is {cu_seqlens_kv.tolist()}; accepted are two or more ascending lengths from 0 to at "
-                f"most {k.shape[0]}"
-            )
-    if key_positions is not None and not torch.equal(key_positions.long(), torch.arange(k.shape[0], device=k.device)):
-        raise ValueError(f"key_positions is not 0 ... {k.shape[0] - 1}; accepted are None and exactly that")
+def gather_of(plan: SelectionPlan, group: Group, *, budget: int, overlap: bool) -> SelectionGather:
+    """What collects the selections of a plan's rows; with `overlap` in pieces of `OVERLAP_ROWS` rows of a shard."""
+    return SelectionGather(
+        plan.partition,
+        group,
+        batch=plan.layout.batch,
+        budget=budget,
+        device=plan.layout.device,
+        piece_rows=OVERLAP_ROWS if overlap and not plan.partition.is_replicated else None,
+        in_flight=GATHERS_HELD - 1,
+    )
+
+
+def select_own_rows(
+    backend: Backend,
+    q_OBHD: Tensor,
+    weights_OBH: Tensor,
+    pool_key_PBD: Tensor,
+    plan: SelectionPlan,
+    *,
+    budget: int,
+    score_bytes: int,
+    use_relu: bool,
+    counters: SelectionCounters,
+    gather: SelectionGather,
+) -> Tensor:
+    """int32 `[b, o, budget]`, this rank's rows, selected in the pieces of `gather`, which hears of each."""
+    rows = plan.own.rows
+    select = partial(backend.select, budget=budget, score_bytes=score_bytes, use_relu=use_relu, counters=counters)
+    if rows <= gather.piece_rows:
+        return select(q_OBHD, weights_OBH, pool_key_PBD, plan.layout, plan.own)
+    selection_BOK = q_OBHD.new_empty(plan.layout.batch, rows, budget, dtype=torch.int32)
+    for start in range(0, rows, gather.piece_rows):
+        piece = slice(start, min(start + gather.piece_rows, rows))
+        selection_BOK[:, piece] = select(
+            q_OBHD[piece], weights_OBH[piece], pool_key_PBD, plan.layout, plan.own.take(piece)
+        )
+        gather.advance(selection_BOK, piece.stop)
+    return selection_BOK

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mcore_dsa.settings import (
     ATTEND_BYTES_VARIABLE,
+    KERNELS_VARIABLE,
     OVERLAP_VARIABLE,
     PARTITION_VARIABLE,
     SCORE_BYTES_VARIABLE,
@@ -35,7 +36,7 @@ TOO_MANY_BYTES = [str(2**63), "8589934592GiB", "9" * 10_000]
 
 def test_nothing_set_means_off_and_the_default_budgets() -> None:
     settings = read_settings({})
-    assert settings.partition.value is None
+    assert settings.partition.value == "off"
     assert settings.partition.raw is None
     assert settings.partition.reason == "default, SKYRL_DSA_INDEXER_TP_SHARD is unset"
     assert settings.score_bytes.value == settings.attend_bytes.value == 268_435_456
@@ -46,7 +47,7 @@ def test_nothing_set_means_off_and_the_default_budgets() -> None:
 @pytest.mark.parametrize("raw", OFF)
 def test_partition_off(raw: str) -> None:
     settings = read_settings({PARTITION_VARIABLE: raw})
-    assert settings.partition.value is None
+    assert settings.partition.value == "off"
     assert settings.partition.raw == raw
     assert settings.faults == ()
 
@@ -62,9 +63,9 @@ def test_partition_contiguous(raw: str) -> None:
 @pytest.mark.parametrize("raw", UNKNOWN)
 def test_unknown_partition_is_kept_as_a_fault(raw: str) -> None:
     settings = read_settings({PARTITION_VARIABLE: raw})
-    assert settings.partition.value is None
+    assert settings.partition.value == "off"
     (fault,) = settings.faults
-    assert f"SKYRL_DSA_INDEXER_TP_SHARD={raw!r}" in fault
+    assert f"SKYRL_DSA_INDEXER_TP_SHARD is {raw!r}; accepted are unset" in fault
     assert "0, false or off; 1, true or on; contiguous" in fault
     assert settings.partition.raw == raw
     assert "refused" in settings.partition.reason
@@ -84,7 +85,7 @@ def test_bad_byte_size_is_kept_as_a_fault(raw: str) -> None:
     settings = read_settings({ATTEND_BYTES_VARIABLE: raw})
     assert settings.attend_bytes.value == 268_435_456
     (fault,) = settings.faults
-    assert f"MCORE_DSA_ATTEND_BYTES={raw!r}" in fault
+    assert f"MCORE_DSA_ATTEND_BYTES is {raw!r}; accepted are positive" in fault
     assert "B, KiB, MiB or GiB" in fault
 
 
@@ -99,14 +100,20 @@ def test_overlap_is_a_switch() -> None:
     assert read_settings({}).overlap.value is True
     assert read_settings({OVERLAP_VARIABLE: "0"}).overlap.value is False
     (fault,) = read_settings({OVERLAP_VARIABLE: "yes"}).faults
-    assert "MCORE_DSA_OVERLAP='yes'" in fault
-    assert "1 and 0" in fault
+    assert "MCORE_DSA_OVERLAP is 'yes'; accepted are 1 and 0" in fault
+
+
+def test_kernels_are_named() -> None:
+    assert read_settings({}).kernels.value == "auto"
+    assert read_settings({KERNELS_VARIABLE: " Torch "}).kernels.value == "torch"
+    (fault,) = read_settings({KERNELS_VARIABLE: "triton"}).faults
+    assert fault == "MCORE_DSA_KERNELS is 'triton'; accepted are auto and torch"
 
 
 def test_every_fault_is_raised_at_once() -> None:
     settings = read_settings({PARTITION_VARIABLE: "striped", SCORE_BYTES_VARIABLE: "0", ATTEND_BYTES_VARIABLE: "64KB"})
     assert len(settings.faults) == 3
-    with pytest.raises(ValueError, match=r"INDEXER_TP_SHARD='striped'.*SCORE_BYTES='0'.*ATTEND_BYTES='64KB'"):
+    with pytest.raises(ValueError, match=r"INDEXER_TP_SHARD is 'striped'.*SCORE_BYTES is '0'.*ATTEND_BYTES is '64KB'"):
         settings.raise_faults()
 
 
@@ -114,12 +121,12 @@ def test_every_fault_is_raised_at_once() -> None:
 @example("striped", "zigzag")
 def test_no_value_raises_while_reading(partition: str, size: str) -> None:
     settings = read_settings({PARTITION_VARIABLE: partition, SCORE_BYTES_VARIABLE: size})
-    assert settings.partition.value in (None, "contiguous", "zigzag", "balanced")
+    assert settings.partition.value in ("off", "contiguous", "zigzag", "balanced")
     assert 0 < settings.score_bytes.value < 2**63
     if not settings.faults:
         settings.raise_faults()
         return
-    with pytest.raises(ValueError, match="is refused"):
+    with pytest.raises(ValueError, match="accepted are"):
         settings.raise_faults()
 
 
@@ -131,6 +138,7 @@ def test_description_is_equal_for_two_spellings_and_different_for_two_values() -
         [{ATTEND_BYTES_VARIABLE: "1GiB"}],
         *([{PARTITION_VARIABLE: raw}] for raw in ("zigzag", "balanced")),
         [{OVERLAP_VARIABLE: "0"}],
+        [{KERNELS_VARIABLE: "torch"}],
         *([{PARTITION_VARIABLE: raw}] for raw in UNKNOWN),
         *([{SCORE_BYTES_VARIABLE: raw}] for raw in NOT_BYTES),
     ]
@@ -146,9 +154,10 @@ def test_description_is_plain_text() -> None:
     ).describe() == {
         "SKYRL_DSA_INDEXER_TP_SHARD": "contiguous",
         "MCORE_DSA_SCORE_BYTES": "1048576",
-        "MCORE_DSA_ATTEND_BYTES": "'-1' is refused; accepted: a positive whole number of bytes below 2**63, as in "
-        "67108864, or with a unit: B, KiB, MiB or GiB",
+        "MCORE_DSA_ATTEND_BYTES": "'-1'; accepted are positive whole numbers of bytes below 2**63, as 67108864, or "
+        "with a unit: B, KiB, MiB or GiB",
         "MCORE_DSA_OVERLAP": "True",
+        "MCORE_DSA_KERNELS": "auto",
     }
     assert read_settings({}).describe()["SKYRL_DSA_INDEXER_TP_SHARD"] == "off"
 

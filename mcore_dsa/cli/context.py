@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.rows import PackWork, RowPartition, partition_rows
+from mcore_dsa.rows import PackWork, partition_rows
 from mcore_dsa.settings import Partition
 
 # The balanced cuts go by the rows of whole documents, and are not defined here.
-CONTEXT_PARTITIONS: tuple[Partition, ...] = ("contiguous", "zigzag")
+CONTEXT_PARTITIONS: tuple[Partition, ...] = ("off", "contiguous", "zigzag")
 
 
 def busiest_group(
     lengths: Sequence[int], geometry: DsaGeometry, *, tp: int, cp: int
-) -> dict[Partition | None, list[tuple[int, int, int]]]:
+) -> dict[Partition, list[tuple[int, int, int]]]:
     """Rows, visible pairs and scored pairs of each rank of the group with the most scored pairs, by partition.
 
     Raises:
@@ -43,7 +43,7 @@ def busiest_group(
     rows = sum(lengths) // cp
     busiest = max(map(chunks, range(cp)), key=lambda parts: _before(parts, work.scored_pairs_before)(rows))
     visible, scored = (_before(busiest, count) for count in (work.visible_pairs_before, work.scored_pairs_before))
-    owned = {None: RowPartition(rows, ((range(rows),),) * tp)} | {
+    owned = {
         kind: partition_rows(kind, rows, tp, (), pool_size=geometry.index_kpool, budget=geometry.pool_budget)
         for kind in CONTEXT_PARTITIONS
     }

@@ -18,7 +18,7 @@ from mcore_dsa.work import best_partition, selection_work
 type Report = dict[str, Any]
 
 # What a partition is compared with: every rank selects for every row.
-_OFF = "off"
+_OFF: Partition = "off"
 # Pool ids are int32, so that a pack has fewer pools than this.
 _POOLS = 2**31
 
@@ -96,26 +96,24 @@ def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, 
     best = None
     if cp == 1:
         best = best_partition(lengths, geometry, group_size=tp)
-        ranks = {kind: _ranks(geometry, lengths, tp, kind) for kind in (None, *get_args(Partition))}
+        ranks = {kind: _ranks(geometry, lengths, tp, kind) for kind in get_args(Partition)}
     elif partition is None or partition in CONTEXT_PARTITIONS:
         ranks = _context_ranks(geometry, lengths, tp, cp)
     else:
         raise ValueError(f"--partition with --cp {cp} must be {' or '.join(CONTEXT_PARTITIONS)}, got {partition}")
-    unsharded = max(rank["flops"] for rank in ranks[None])
+    unsharded = max(rank["flops"] for rank in ranks[_OFF])
     return {
         "best": best,
         "partition": partition or best or "contiguous",
-        "partitions": {kind or _OFF: _of_partition(of_ranks, unsharded) for kind, of_ranks in ranks.items()},
+        "partitions": {kind: _of_partition(of_ranks, unsharded) for kind, of_ranks in ranks.items()},
     }
 
 
-def _ranks(geometry: DsaGeometry, lengths: Sequence[int], tp: int, kind: Partition | None) -> list[Report]:
+def _ranks(geometry: DsaGeometry, lengths: Sequence[int], tp: int, kind: Partition) -> list[Report]:
     return [asdict(rank) for rank in selection_work(lengths, geometry, group_size=tp, partition=kind).ranks]
 
 
-def _context_ranks(
-    geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int
-) -> dict[Partition | None, list[Report]]:
+def _context_ranks(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int) -> dict[Partition, list[Report]]:
     pair_flops = 2 * geometry.index_n_heads * geometry.index_head_dim
     return {
         kind: [

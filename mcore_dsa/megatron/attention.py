@@ -1,12 +1,11 @@
 """The core attention that Megatron's `AbsorbedMLASelfAttention` calls: select pools, then attend to their tokens.
 
-Shapes by suffix: S rows of the sequence, L rows of this rank under sequence parallelism, B batch, H attention heads of
-this rank, C latent channels, D index channels, K selected pools a row.
+Letters of shapes: `mcore_dsa/__init__.py`.
 """
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
 from typing import Any
 
@@ -16,20 +15,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mcore_dsa import __version__
-from mcore_dsa.attend import sparse_attention
-from mcore_dsa.backends import SelectionCounters
-from mcore_dsa.backends.torch.select import smallest_score_bytes
-from mcore_dsa.collectives import agree, exchange_rows, gather_rows
-from mcore_dsa.kpool import PoolLayout, compress_keys, key_fingerprint
+from mcore_dsa.backends import Kept, SelectionCounters, resolve
+from mcore_dsa.collectives import gather_selection
+from mcore_dsa.megatron.agreement import Agreement
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
-from mcore_dsa.rows import partition_rows
-from mcore_dsa.scoring import tile_fingerprint, tile_for
-from mcore_dsa.settings import PARTITION_VARIABLE, SCORE_BYTES_VARIABLE, read_settings
-from mcore_dsa.sharded import select_pools_sharded
+from mcore_dsa.plan import SelectionPlan
+from mcore_dsa.settings import read_settings
+from mcore_dsa.sharded import gather_of
+from mcore_dsa.source import Scored, SelectionRequest, SelectionSource
 
-_log = logging.getLogger(__name__)
+# A dense plan is a function of sizes alone, and every layer of a micro-batch asks for the same: training, evaluation
+# and a ragged last batch of each find theirs again. One of 524,288 rows holds 25 MB.
+_dense_plan = functools.lru_cache(maxsize=4)(SelectionPlan.dense)
 
 
 class KPoolDSAttention(MegatronModule):
@@ -37,12 +35,12 @@ class KPoolDSAttention(MegatronModule):
 
     Attributes:
         settings: what the environment asked for when the module was built.
-        selections_obtained: selections since it was built; a forward that does not obtain exactly one raises.
+        source: where the selections of this rank's rows come from.
         counters: rows and pairs this rank scored.
         indexer_seconds: host seconds spent in projections, exchange and selection.
 
     Building has no side effects (Megatron builds a core attention twice a layer and drops the first): the first forward
-    of a module agrees its settings over the TP group.
+    of a module agrees its contract over the TP group, and so does a later one if on any rank something in it changed.
 
     Raises: ValueError for a setting that cannot be read (at TP 1 while building, else in the first forward on every
     rank), for context parallelism, and for a mask that is not causal.
@@ -75,11 +73,18 @@ class KPoolDSAttention(MegatronModule):
         self.settings = read_settings()
         if self.tp_group.size() == 1:
             self.settings.raise_faults()
+        self.backend = resolve(self.settings.kernels.value)
         self.indexer = KPoolDSAIndexer(config, self.tp_group)
-        self.selections_obtained = 0
         self.counters = SelectionCounters()
+        self.source: SelectionSource = Scored(
+            backend=self.backend,
+            group=self.tp_group,
+            score_bytes=self.settings.score_bytes.value,
+            use_relu=config.dsa_indexer_scoring_relu,
+            counters=self.counters,
+        )
         self.indexer_seconds = 0.0
-        self._agreed = False
+        self._agreement = Agreement(config, self.settings, self.backend, self.indexer, softmax_scale, self.tp_group)
 
     def forward(
         self,
@@ -106,110 +111,52 @@ class KPoolDSAttention(MegatronModule):
 
         Returns: `[s, b, heads / TP * kv_lora_rank]`.
         """
-        self._check_call(query, value, attn_mask_type, position_ids, packed_seq_params)
-        rows, batch = query.shape[:2]
-        layout = PoolLayout.dense(rows, pool_size=self.config.dsa_indexer_kpool, batch=batch, device=query.device)
-        position_S = torch.arange(rows, device=query.device)
-        obtained = self.selections_obtained
+        self._check_call(query, key, value, attn_mask_type, position_ids, packed_seq_params)
+        self._agreement.hold(query)
+        plan = _dense_plan(
+            query.shape[0],
+            batch=query.shape[1],
+            pool_size=self.config.dsa_indexer_kpool,
+            budget=self.config.dsa_indexer_pool_budget,
+            partition=self.settings.partition.value,
+            tp_rank=self.tp_group.rank(),
+            tp_size=self.tp_group.size(),
+            device=query.device,
+        )
         started = time.perf_counter()
-        selection_BSK: Tensor = self._obtain_selection(x, qr, layout, position_S)
+        selection_BSK, kept = self._select(x, qr, plan)
         self.indexer_seconds += time.perf_counter() - started
-        if self.selections_obtained != obtained + 1:
-            raise RuntimeError(
-                f"layer {self.layer_number} obtained {self.selections_obtained - obtained} pooled selections in one "
-                "forward; exactly one is right"
-            )
         assert self.softmax_scale is not None
-        context_SBHC: Tensor = sparse_attention(
+        context_SBHC = self.backend.attend(
             query,
-            key.squeeze(2),
+            key.squeeze(2).contiguous(),
             selection_BSK,
-            layout,
-            position_S,
+            plan.layout,
+            plan.bounds,
             softmax_scale=self.softmax_scale,
             always_select_tail=self.config.dsa_indexer_kpool_always_select_tail,
             attend_bytes=self.settings.attend_bytes.value,
+            kept=kept,
         )
         return context_SBHC.flatten(2)
 
     @torch.no_grad()
-    def _obtain_selection(self, x_LBC: Tensor, qr_LBL: Tensor, layout: PoolLayout, position_S: Tensor) -> Tensor:
-        if not self._agreed:
-            self._agree(layout.device)
-        group = self.tp_group
-        q, weights, key_LBD, gate_LBD = self.indexer(x_LBC.detach(), qr_LBL.detach())
-        key_SBD, gate_SBD = gather_rows(torch.cat([key_LBD, gate_LBD], dim=-1), group).chunk(2, dim=-1)
-        kind, budget = self.settings.partition.value, self.config.dsa_indexer_pool_budget
-        if kind is None:
-            partition = None
-            q, weights = gather_rows(q, group), gather_rows(weights, group)
-        else:
-            rows, pool_size = position_S.shape[0], layout.pool_size
-            partition = partition_rows(kind, rows, group.size(), [rows], pool_size=pool_size, budget=budget)
-            q, weights = exchange_rows([q, weights], partition, group)
-        pool_key_PBD = compress_keys(key_SBD, gate_SBD, self.indexer.index_kpool_compress_ape, layout)
-        selection_BSK: Tensor = select_pools_sharded(
-            q,
-            weights,
-            pool_key_PBD,
-            layout,
-            position_S,
-            budget=budget,
-            query_shard_group=None if kind is None else group,
-            partition=partition,
-            overlap=self.settings.overlap.value,
-            score_bytes=self.settings.score_bytes.value,
-            counters=self.counters,
-        )
-        self.selections_obtained += 1
-        return selection_BSK
-
-    def _agree(self, device: torch.device) -> None:
-        """Hold the settings, the shape and the arithmetic of the selection against the other ranks', once a module."""
-        heads, dim = self.indexer.heads, self.indexer.head_dim
-        config, faults = self.config, list(self.settings.faults)
-        given = self.settings.score_bytes.value
-        least = smallest_score_bytes(device, heads, dim, config.dsa_indexer_pool_budget)
-        if given < least:
-            faults.append(f"{SCORE_BYTES_VARIABLE} is {given}; accepted for this geometry is {least} or more")
-        try:
-            bits = f"{tile_fingerprint(device, heads, dim):08x}"
-        except RuntimeError as error:
-            bits = "unusable"
-            faults.append(str(error))
-        newly = agree(
-            {
-                **self.settings.describe(),
-                "mcore_dsa": __version__,
-                "indexer": f"{heads} x {dim}, top {config.dsa_indexer_topk}, pools of {config.dsa_indexer_kpool}",
-                "scores": f"{device.type}, {tile_for(device, heads)}, bits {bits}",
-                "pool keys": f"bits {key_fingerprint(device, dim):08x}",
-            },
-            faults,
-            self.tp_group,
-        )
-        self._agreed = True
-        # Every tensor-parallel group agrees; what the first of them says holds for all.
-        if newly and torch.distributed.get_rank() == 0:
-            self._log_settings()
-
-    def _log_settings(self) -> None:
-        size, partition = self.tp_group.size(), self.settings.partition
-        ranks = torch.distributed.get_process_group_ranks(self.tp_group)
-        if partition.value is None:
-            done = "every rank scores every row"
-        elif size == 1:
-            _log.warning(
-                "%s has no effect in a tensor-parallel group of one (%s)", PARTITION_VARIABLE, partition.reason
+    def _select(self, x_LBE: Tensor, qr_LBQ: Tensor, plan: SelectionPlan) -> tuple[Tensor, Kept]:
+        """int32 `[b, s, budget]`, the selection of every row, and what backward keeps of it."""
+        group, budget = self.tp_group, self.config.dsa_indexer_pool_budget
+        gather = gather_of(plan, group, budget=budget, overlap=self.settings.overlap.value)
+        selection_BOK = self.source.own_rows(
+            SelectionRequest(
+                self.layer_number, plan, budget, lambda: self.indexer(x_LBE.detach(), qr_LBQ.detach()), gather
             )
-            done = "the one rank scores every row"
-        else:
-            done = f"each rank scores its {partition.value} shard of the rows"
-        _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
+        )
+        kept = Kept(selection_BOK, lambda own_BOK: gather_selection(own_BOK, plan.partition, group))
+        return gather.finish(selection_BOK), kept
 
     def _check_call(
         self,
         query: Tensor,
+        key: Tensor,
         value: None,
         attn_mask_type: AttnMaskType | None,
         position_ids: Tensor | None,
@@ -226,4 +173,9 @@ class KPoolDSAttention(MegatronModule):
             raise ValueError(
                 f"query has shape {tuple(query.shape)} and value is {type(value).__name__}; accepted are "
                 "[s, b, heads, kv_lora_rank] and None, as AbsorbedMLASelfAttention passes them"
+            )
+        if key.shape != (*query.shape[:2], 1, query.shape[3]):
+            raise ValueError(
+                f"key has shape {tuple(key.shape)}; accepted is {[*query.shape[:2], 1, query.shape[3]]}, one latent "
+                "for each row of query"
             )

@@ -1,13 +1,12 @@
 """The k-pool lightning indexer's projections: what a rank's own rows contribute to the selection.
 
-Shapes by suffix: S rows of this rank, B batch, C hidden channels, L query latent channels, H index heads, D index
-channels, J tokens of a pool.
+Letters of shapes: `mcore_dsa/__init__.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -17,18 +16,10 @@ from torch.nn import functional as F
 from mcore_dsa.megatron.backend import parameter_device, replicated_rng
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.precision import full_precision
+from mcore_dsa.source import Projections
 
 # Rows widened to fp32 at a time for the head gates, 16 MiB at 4,096 channels.
 _GATE_ROWS = 1024
-
-
-class IndexerProjections(NamedTuple):
-    """Of this rank's rows: queries, head weights (fp32, scaled), keys before pooling, and their compression gates."""
-
-    q_SBHD: Tensor
-    weights_SBH: Tensor
-    key_SBD: Tensor
-    gate_SBD: Tensor
 
 
 class KPoolDSAIndexer(MegatronModule):
@@ -60,8 +51,8 @@ class KPoolDSAIndexer(MegatronModule):
                 dtype=config.params_dtype,
             )
             self.linear_weights_proj = linear(hidden, self.heads)
-            gate_DC = torch.empty(self.head_dim, hidden, device=device, dtype=config.params_dtype)
-            self.index_kpool_compress_gate = nn.Parameter(gate_DC)
+            gate_DE = torch.empty(self.head_dim, hidden, device=device, dtype=config.params_dtype)
+            self.index_kpool_compress_gate = nn.Parameter(gate_DE)
             ape_JD = torch.empty(pool_size, self.head_dim, device=device, dtype=torch.float32)
             self.index_kpool_compress_ape = nn.Parameter(ape_JD)
             if config.perform_initialization:
@@ -71,19 +62,20 @@ class KPoolDSAIndexer(MegatronModule):
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def forward(self, x_SBC: Tensor, qr_SBL: Tensor) -> IndexerProjections:
-        """Project rows of this rank; `qr_SBL` is the *normalised* query residual, `q_layernorm(linear_q_down_proj(x))`.
+    def forward(self, x_LBE: Tensor, qr_LBQ: Tensor) -> Projections:
+        """Project rows of this rank; `qr_LBQ` is the *normalised* query residual, `q_layernorm(linear_q_down_proj(x))`.
 
         Returns: queries, keys and gates in the model's dtype; head weights from an fp32 product, times
         `heads**-0.5 * head_dim**-0.5`.
         """
-        q_SBHD = self.linear_wq_b(qr_SBL).unflatten(-1, (self.heads, self.head_dim))
-        key_SBD = self.k_norm(self.linear_wk(x_SBC))
-        gate_SBD = F.linear(x_SBC, self.index_kpool_compress_gate)
-        weight_HC = self.linear_weights_proj.weight.float()
-        with full_precision(x_SBC.device.type):
-            weights_SBH = torch.cat([F.linear(rows.float(), weight_HC) for rows in x_SBC.split(_GATE_ROWS)])
-        return IndexerProjections(q_SBHD, weights_SBH * (self.heads**-0.5 * self.head_dim**-0.5), key_SBD, gate_SBD)
+        q_LBHD = self.linear_wq_b(qr_LBQ).unflatten(-1, (self.heads, self.head_dim))
+        key_LBD = self.k_norm(self.linear_wk(x_LBE))
+        gate_LBD = F.linear(x_LBE, self.index_kpool_compress_gate)
+        weight_HE = self.linear_weights_proj.weight.float()
+        with full_precision(x_LBE.device.type):
+            weights_LBH = torch.cat([F.linear(rows.float(), weight_HE) for rows in x_LBE.split(_GATE_ROWS)])
+        weights_LBH = weights_LBH * (self.heads**-0.5 * self.head_dim**-0.5)
+        return Projections(q_LBHD, weights_LBH, key_LBD, gate_LBD, self.index_kpool_compress_ape)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KPoolDSAIndexer:
         # Float16Module of megatron-core 0.19 casts every parameter; ape is added to fp32 logits and stays fp32.

@@ -69,7 +69,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         ValueError: values that cannot run, all those found, each with its field and what is accepted.
     """
     faults = config.faults(world_size)
-    if config.compare_unsharded and read_settings().partition.value is None:
+    if config.compare_unsharded and read_settings().partition.value == "off":
         faults.append(f"compare_unsharded=true with {PARTITION_VARIABLE} off; accepted: a partition to compare with")
     if faults:
         raise ValueError("\n".join(faults))
@@ -204,7 +204,7 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
         losses=[report.loss for report in reports],
         seconds=sum(report.seconds for report in reports),
         indexer_seconds=sum(report.indexer_seconds for report in reports),
-        flag=partition or "off",
+        flag=partition,
     )
 
 

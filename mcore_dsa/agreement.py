@@ -1,0 +1,129 @@
+"""What every rank of a tensor-parallel group must have in common before it selects, and the exchange that compares it.
+
+A difference raises nothing by itself: the ranks would attend to different tokens and train on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_dsa.settings import Settings
+
+# Settings that each group has agreed on so far, and how many that makes in this process.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[tuple[str, str], ...]]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
+_REPLICAS_KEY = "mcore_dsa/settings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionContract:
+    """Everything that reaches a selection or an output and is not an input; equal on all ranks of a group.
+
+    Fields that stand in a model's configuration carry its names.
+
+    Attributes:
+        settings: the environment's settings, agreed by value.
+        versions: of this package and of the libraries under it.
+        params_dtype: of the model's weights and projections.
+        softmax_scale: factor of the attention's logits.
+        backend: what compresses, selects and attends, with a digest of its bits on this device.
+        weights: digest of the frozen weights of this layer's indexer.
+    """
+
+    settings: Settings
+    versions: str
+    hidden_size: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    num_attention_heads: int
+    dsa_indexer_n_heads: int
+    dsa_indexer_head_dim: int
+    dsa_indexer_topk: int
+    dsa_indexer_kpool: int
+    dsa_indexer_kpool_always_select_tail: bool
+    dsa_indexer_k_norm_epsilon: float
+    dsa_indexer_scoring_relu: bool
+    params_dtype: torch.dtype
+    softmax_scale: float
+    backend: str
+    weights: str
+
+    def describe(self) -> dict[str, str]:
+        """Every field as text that is equal on two ranks if and only if they agree, settings by their variables."""
+        own = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name != "settings"}
+        return {**self.settings.describe(), **own}
+
+
+def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of the names, dtypes, shapes and bits of tensors."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Make sure that every rank of `group` runs with the same values, before anything depends on it.
+
+    Every call is one exchange, which all ranks must enter: nothing that a rank remembers may let it stay out, or a rank
+    whose settings have changed would wait for it alone. A rank that could not read a setting, or found that it cannot
+    keep the contract, passes what is wrong as `faults`, so that all ranks raise instead of waiting in a later
+    collective.
+
+    Raises: ValueError on every rank, naming the values that differ with their ranks, and every fault.
+    """
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (dict(values), tuple(faults)), group=group)
+    problems = [f"rank {rank}: {fault}" for rank, (_, its_faults) in enumerate(told) for fault in its_faults]
+    for name in sorted({name for its_values, _ in told for name in its_values}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, (its_values, _) in enumerate(told):
+            ranks_of.setdefault(its_values.get(name, "not set"), []).append(rank)
+        if len(ranks_of) > 1:
+            said = ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
+            problems.append(f"{name} differs over the group: {said}")
+    if problems:
+        raise ValueError("settings of the query-shard group (ranks within it): " + "; ".join(problems))
+
+
+def newly_agreed(settings: Mapping[str, str], group: dist.ProcessGroup) -> int:
+    """The number of these settings among all that this process agreed on, if `group` has not before; else 0."""
+    mine, agreed = tuple(sorted(settings.items())), _agreed.setdefault(group, set())
+    if mine in agreed:
+        return 0
+    agreed.add(mine)
+    return next(_numbers)
+
+
+def differing_replica(settings: Mapping[str, str], number: int) -> str | None:
+    """How these settings differ from those of the group, anywhere in the world, that told its own first.
+
+    Data-parallel replicas and pipeline stages do not select for one another, so nobody waits here: one exchange with
+    the store behind the default process group.
+
+    Args:
+        settings: as `Settings.describe` says them.
+        number: of `newly_agreed`: a run may change its settings between two models.
+
+    Returns: None where they are the same, or first.
+    """
+    mine = "\n".join(f"{name}={value!r}" for name, value in sorted(settings.items()))
+    store = dist.distributed_c10d._get_default_store()
+    first: str = store.compare_set(f"{_REPLICAS_KEY}/{number}", "", f"rank {dist.get_rank()}\n{mine}").decode()
+    whose, _, theirs = first.partition("\n")
+    differ = [
+        f"{here} here, {there} on {whose}"
+        for here, there in zip(mine.split("\n"), theirs.split("\n"), strict=True)
+        if here != there
+    ]
+    return "; ".join(differ) or None

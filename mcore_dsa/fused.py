@@ -1,0 +1,164 @@
+"""`fused_qk_topk_kpool`: the k-pool selection under the signature that Megatron's callers use, to be swapped in.
+
+Letters of shapes: `mcore_dsa/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcore_dsa.checks import check_bool, check_device, check_floating, check_integer, check_positive
+from mcore_dsa.collectives import Group, group_rank, group_size
+from mcore_dsa.eager import uncompiled
+from mcore_dsa.functions import compress_keys
+from mcore_dsa.kpool import PoolLayout, expand_selection
+from mcore_dsa.rows import RowPartition
+from mcore_dsa.sharded import select_pools_sharded
+
+
+@uncompiled
+@torch.no_grad()
+def fused_qk_topk_kpool(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    pool_size: int,
+    gate_score: Tensor,
+    ape: Tensor,
+    mask: None = None,
+    varlen_starts: Tensor | None = None,
+    varlen_ends: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    use_relu: bool = True,
+    always_select_tail: bool = True,
+    fp8_indexer: bool = False,
+    query_shard_group: Group = None,
+) -> tuple[None, Tensor]:
+    """k-pool selection under the signature that Megatron's token-level `fused_qk_topk` callers use.
+
+    Without bounds the call is dense and *causal* (Megatron's token-level function is unmasked there): `s` must equal
+    `s_k`, and pools begin at token 0, or at every document of `cu_seqlens_kv`. With `varlen_starts` and `varlen_ends`
+    row i sees tokens `[starts[i], ends[i])`, the same in every sample; rows of equal start are a segment, and its
+    pools begin there. Left padding that differs by sample cannot be said here: use `select_pools` with a layout.
+
+    Args:
+        q: floating `[s, b, heads, dim]`, all rows, on every rank.
+        k, gate_score: floating `[s_k, b, dim]`, normalised index keys and their compression gates.
+        weights: floating `[s, b, heads]`, already times `heads**-0.5 * dim**-0.5`.
+        index_topk: tokens to select, a multiple of `pool_size`.
+        ape: floating `[pool_size, dim]`.
+        mask, fp8_indexer: None and False; any other is refused.
+        varlen_starts, varlen_ends: integer `[s]`, both or none. cu_seqlens_kv: integer `[documents + 1]`.
+        key_positions: None or 0 ... s_k-1.
+        query_shard_group: ranks that share the rows, each scoring its contiguous shard; None: every row here.
+
+    Returns: `(None, token_ids)`, int32 `[b, s, index_topk + pool_size - 1]` (`index_topk` wide without the tail):
+    tokens of the selected pools, ascending, from column 0, the tail from column `index_topk`, -1 elsewhere; no scores.
+
+    Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it.
+    """
+    check_bool(use_relu=use_relu, always_select_tail=always_select_tail, fp8_indexer=fp8_indexer)
+    _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, mask, key_positions, cu_seqlens_kv, fp8_indexer)
+    layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
+    pool_key = compress_keys(k, gate_score, ape, layout)
+    (own,) = RowPartition.contiguous(q.shape[0], group_size(query_shard_group)).slices(group_rank(query_shard_group))
+    selection = select_pools_sharded(
+        q[own.start : own.stop],
+        weights[own.start : own.stop],
+        pool_key,
+        layout,
+        position,
+        budget=index_topk // pool_size,
+        query_shard_group=query_shard_group,
+        use_relu=use_relu,
+    )
+    return None, expand_selection(selection, layout, position, always_select_tail=always_select_tail)
+
+
+def _layout_of_bounds(
+    starts: Tensor | None, ends: Tensor | None, cu_seqlens: Tensor | None, rows: int, key_TBD: Tensor, pool_size: int
+) -> tuple[PoolLayout, Tensor]:
+    """The segments that the bounds of a call describe, and the token each row stands at, -1 for one that sees none."""
+    (tokens, batch, _), device = key_TBD.shape, key_TBD.device
+    if (starts is None) != (ends is None):
+        raise ValueError("one of varlen_starts and varlen_ends is None; accepted are both or none")
+    if cu_seqlens is not None:
+        layout = PoolLayout.from_cu_seqlens(cu_seqlens, num_tokens=tokens, pool_size=pool_size, batch=batch)
+    elif starts is None or ends is None:
+        layout = PoolLayout.dense(tokens, pool_size=pool_size, batch=batch, device=device)
+    if starts is None or ends is None:
+        if rows != tokens:
+            raise ValueError(f"q has {rows} rows and k {tokens}; accepted without varlen bounds are equal numbers")
+        return layout, torch.arange(rows, device=device)
+    for name, bound in (("varlen_starts", starts), ("varlen_ends", ends)):
+        check_integer(name, bound, ndim=1)
+        check_device(device, **{name: bound})
+        if bound.shape[0] != rows:
+            raise ValueError(f"{name} has {bound.shape[0]} values; accepted is one a row, {rows}")
+    starts, ends = starts.long(), ends.long()
+    if not bool(((starts >= 0) & (ends >= starts) & (ends <= tokens)).all()):
+        raise ValueError(f"varlen_starts and varlen_ends leave 0 <= start <= end <= {tokens}; accepted is inside it")
+    seeing = ends > starts
+    if cu_seqlens is None:
+        segment_start, segment_of = starts[seeing].unique(return_inverse=True)
+        segment_end = torch.zeros_like(segment_start).scatter_reduce_(0, segment_of, ends[seeing], "amax")
+        if bool((segment_end[:-1] > segment_start[1:]).any()):
+            raise ValueError("varlen_starts moves from row to row inside a document; accepted is one start a document")
+        if segment_start.numel() == 0:
+            segment_start = segment_end = torch.zeros(1, dtype=torch.int64, device=device)
+        bounds = (segment_start.expand(batch, -1), segment_end.expand(batch, -1))
+        layout = PoolLayout.from_segments(*bounds, num_tokens=tokens, pool_size=pool_size)
+    position = torch.where(seeing, ends - 1, -1)
+    if cu_seqlens is not None:
+        document = torch.searchsorted(cu_seqlens.long(), starts, right=True) - 1
+        fits = (cu_seqlens[document] == starts) & (ends <= cu_seqlens[(document + 1).clamp(max=len(cu_seqlens) - 1)])
+        if not bool((fits | ~seeing).all()):
+            raise ValueError(
+                "varlen bounds are not documents of cu_seqlens_kv; accepted are rows inside one, from its start"
+            )
+    return layout, position
+
+
+def _check_fused(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    pool_size: int,
+    gate_score: Tensor,
+    ape: Tensor,
+    mask: object,
+    key_positions: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    fp8_indexer: bool,
+) -> None:
+    if mask is not None:
+        raise ValueError(f"mask is a {type(mask).__name__}; accepted is None: say who sees what with varlen bounds")
+    if fp8_indexer:
+        raise ValueError("fp8_indexer is True; accepted is False: scores are fp32")
+    check_positive("pool_size", pool_size)
+    check_positive("index_topk", index_topk)
+    if index_topk % pool_size:
+        raise ValueError(f"index_topk is {index_topk}; accepted is a positive multiple of pool_size, {pool_size}")
+    check_floating("q", q, (None, None, None, None))
+    check_floating("k", k, (None, q.shape[1], q.shape[3]))
+    check_floating("weights", weights, tuple(q.shape[:3]))
+    check_floating("gate_score", gate_score, tuple(k.shape))
+    check_floating("ape", ape, (pool_size, k.shape[2]))
+    check_device(k.device, q=q, weights=weights, gate_score=gate_score, ape=ape)
+    for name, optional in (("key_positions", key_positions), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if optional is not None:
+            check_integer(name, optional, ndim=1)
+            check_device(k.device, **{name: optional})
+    if cu_seqlens_kv is not None:
+        ascends = cu_seqlens_kv.numel() > 1 and bool(cu_seqlens_kv[0] == 0) and bool((cu_seqlens_kv.diff() >= 0).all())
+        if not ascends or int(cu_seqlens_kv[-1]) > k.shape[0]:
+            raise ValueError(
+                f"cu_seqlens_kv is {cu_seqlens_kv.tolist()}; accepted are two or more ascending lengths from 0 to at "
+                f"most {k.shape[0]}"
+            )
+    if key_positions is not None and not torch.equal(key_positions.long(), torch.arange(k.shape[0], device=k.device)):
+        raise ValueError(f"key_positions is not 0 ... {k.shape[0] - 1}; accepted are None and exactly that")

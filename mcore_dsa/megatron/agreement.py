@@ -1,0 +1,130 @@
+"""One module's part in the agreement of its tensor-parallel group, before its first selection and after each change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import fields
+from typing import cast
+
+import megatron.core
+import torch
+from torch import Tensor
+
+from mcore_dsa import __version__
+from mcore_dsa.agreement import SelectionContract, agree, differing_replica, newly_agreed, weights_digest
+from mcore_dsa.backends import Backend
+from mcore_dsa.collectives import any_rank
+from mcore_dsa.megatron.config import KPoolDSATransformerConfig
+from mcore_dsa.megatron.indexer import KPoolDSAIndexer
+from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE, Settings
+
+_log = logging.getLogger("mcore_dsa.megatron")
+
+
+class Agreement:
+    """Holds one attention module's contract against those of the other ranks."""
+
+    def __init__(
+        self,
+        config: KPoolDSATransformerConfig,
+        settings: Settings,
+        backend: Backend,
+        indexer: KPoolDSAIndexer,
+        softmax_scale: float | None,
+        tp_group: torch.distributed.ProcessGroup,
+    ) -> None:
+        self._config, self._settings, self._backend, self._indexer = config, settings, backend, indexer
+        self._softmax_scale, self._tp_group = softmax_scale, tp_group
+        self._agreed: Hashable = None
+
+    def hold(self, query: Tensor) -> None:
+        """Agree, if on any rank something changed since the last time; every forward asks every rank.
+
+        What only one rank knows (another number of threads, weights loaded anew, an indexer that learns) must not leave
+        the others waiting in a later collective.
+
+        Args:
+            query: `[s, b, heads / TP, kv_lora_rank]`, what the module is to attend with.
+
+        Raises: ValueError on every rank, with what differs and what is wrong on any of them.
+        """
+        weights = (
+            (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.requires_grad)
+            for parameter in self._indexer.parameters()
+        )
+        now = (self._backend.numerics(query.device), *weights)
+        if not any_rank(now != self._agreed, self._tp_group, query.device):
+            return
+        faults = [*self._settings.faults, *self._budget_faults(query)]
+        learning = [name for name, parameter in self._indexer.named_parameters() if parameter.requires_grad]
+        if learning:
+            faults.append(f"requires_grad is True on the indexer's {', '.join(learning)}; accepted is False, frozen")
+        heads, dim = self._indexer.heads, self._indexer.head_dim
+        try:
+            bits = self._backend.fingerprint(query.device, heads, dim)
+        except RuntimeError as error:
+            bits = "unusable"
+            faults.append(str(error))
+        agree(self._contract(bits).describe(), faults, self._tp_group)
+        self._agreed = now
+        self._tell()
+
+    def _contract(self, bits: str) -> SelectionContract:
+        named = {field.name for field in fields(SelectionContract)} & {field.name for field in fields(self._config)}
+        of_config = {name: getattr(self._config, name) for name in named}
+        of_module = {
+            "settings": self._settings,
+            "versions": f"mcore_dsa {__version__}, torch {torch.__version__}, Megatron {megatron.core.__version__}",
+            "softmax_scale": self._softmax_scale,
+            "backend": f"{self._backend.name}, {bits}",
+            "weights": weights_digest(self._indexer.named_parameters()),
+        }
+        return SelectionContract(**{**of_config, **of_module})
+
+    def _budget_faults(self, query: Tensor) -> list[str]:
+        config, (_, batch, heads, channels) = self._config, query.shape
+        pool_size = cast(int, config.dsa_indexer_kpool)
+        tail = pool_size - 1 if config.dsa_indexer_kpool_always_select_tail else 0
+        least = {
+            SCORE_BYTES_VARIABLE: self._backend.smallest_score_bytes(
+                query.device, self._indexer.heads, self._indexer.head_dim, config.dsa_indexer_pool_budget
+            ),
+            ATTEND_BYTES_VARIABLE: self._backend.smallest_attend_bytes(
+                batch=batch,
+                heads=heads,
+                channels=channels,
+                dtype=query.dtype,
+                slots=config.dsa_indexer_pool_budget * pool_size + tail,
+            ),
+        }
+        return [
+            f"{setting.name} is {setting.value}; accepted for this geometry is {least[setting.name]} or more"
+            for setting in (self._settings.score_bytes, self._settings.attend_bytes)
+            if setting.value < least[setting.name]
+        ]
+
+    def _tell(self) -> None:
+        """Log what runs, once for the run, and where another tensor-parallel group runs with other settings."""
+        settings = self._settings.describe()
+        number = newly_agreed(settings, self._tp_group)
+        if not number or self._tp_group.rank() != 0:
+            return
+        if differs := differing_replica(settings, number):
+            _log.warning("tensor-parallel groups run with different settings: %s", differs)
+        # Every tensor-parallel group agrees; what the first of them says holds for all.
+        if torch.distributed.get_rank() != 0:
+            return
+        partition, kernels = self._settings.partition, self._settings.kernels
+        if partition.value == "off":
+            done = "every rank scores every row"
+        elif self._tp_group.size() == 1:
+            _log.warning(
+                "%s has no effect in a tensor-parallel group of one (%s)", PARTITION_VARIABLE, partition.reason
+            )
+            done = "the one rank scores every row"
+        else:
+            done = f"each rank scores its {partition.value} shard of the rows"
+        ranks = torch.distributed.get_process_group_ranks(self._tp_group)
+        _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
+        _log.info("k-pool DSA computes with %s (%s)", self._backend.name, kernels.reason)

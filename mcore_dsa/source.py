@@ -1,0 +1,101 @@
+"""Where a selection comes from: one protocol, own rows only; the gather over the group stands outside, in one place.
+
+Letters of shapes: `mcore_dsa/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_dsa.backends import Backend, SelectionCounters
+from mcore_dsa.collectives import Group, SelectionGather, exchange_rows, gather_rows
+from mcore_dsa.plan import SelectionPlan
+from mcore_dsa.sharded import select_own_rows
+
+
+class Projections(NamedTuple):
+    """What an indexer makes of the rows a rank holds.
+
+    Attributes:
+        q_LBHD, weights_LBH: queries, and head weights times `heads**-0.5 * dim**-0.5`.
+        key_LBD, gate_LBD: normalised keys before pooling, and their compression gates.
+        ape_JD: learned offset of each place in a pool.
+    """
+
+    q_LBHD: Tensor
+    weights_LBH: Tensor
+    key_LBD: Tensor
+    gate_LBD: Tensor
+    ape_JD: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionRequest:
+    """One layer's question in one forward.
+
+    Attributes:
+        layer: Megatron's number of the layer.
+        plan: of this micro-batch, shared by all layers.
+        budget: pools a row may select.
+        project: runs the indexer's projections; a source that need not score never calls it.
+        gather: collects what the source finds, over the group; a source may `advance` it while it works.
+    """
+
+    layer: int
+    plan: SelectionPlan
+    budget: int
+    project: Callable[[], Projections]
+    gather: SelectionGather
+
+
+class SelectionSource(Protocol):
+    """Gives this rank's own rows of a request; every rank of the group asks its source at the same time."""
+
+    def own_rows(self, request: SelectionRequest) -> Tensor:
+        """int32 `[b, own rows, budget]`, as `select_pools` of the rows of `request.plan.own`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scored:
+    """The source that scores: keys and gates gathered, rows exchanged, pools scored, the best taken.
+
+    Attributes:
+        backend: what compresses, scores and takes.
+        group: the query-shard group.
+        score_bytes: bytes of scores and scratch in flight at most.
+        use_relu: whether scores are sums of rectified products.
+        counters: where to add up what was done.
+    """
+
+    backend: Backend
+    group: Group
+    score_bytes: int
+    use_relu: bool
+    counters: SelectionCounters
+
+    @torch.no_grad()
+    def own_rows(self, request: SelectionRequest) -> Tensor:
+        plan = request.plan
+        q_LBHD, weights_LBH, key_LBD, gate_LBD, ape_JD = request.project()
+        key_TBD, gate_TBD = gather_rows(torch.cat([key_LBD, gate_LBD], dim=-1), self.group).chunk(2, dim=-1)
+        del key_LBD, gate_LBD
+        q_OBHD, weights_OBH = exchange_rows([q_LBHD, weights_LBH], plan.partition, self.group)
+        del q_LBHD, weights_LBH
+        pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)
+        return select_own_rows(
+            self.backend,
+            q_OBHD,
+            weights_OBH,
+            pool_key_PBD,
+            plan,
+            budget=request.budget,
+            score_bytes=self.score_bytes,
+            use_relu=self.use_relu,
+            counters=self.counters,
+            gather=request.gather,
+        )
