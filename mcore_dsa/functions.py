@@ -93,7 +93,9 @@ def select_pools(
     if position_S is None:
         position_S = torch.arange(layout.num_tokens, device=layout.device)
     check_integer("position_S", position_S, ndim=1)
-    check_scoring(q_SBHD, weights_SBH, pool_key_PBD, layout, rows=position_S.shape[0])
+    check_scoring(q_SBHD, weights_SBH, pool_key_PBD, layout)
+    if len(position_S) != len(q_SBHD):
+        raise ValueError(f"position_S has {len(position_S)} values; accepted is one a row of q_SBHD, {len(q_SBHD)}")
     check_positive("budget", budget)
     check_kind(SelectionCounters, counters=counters)
     check_bytes("score_bytes", score_bytes)

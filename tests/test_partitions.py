@@ -17,6 +17,7 @@ from mcore_dsa.collectives import SelectionGather, exchange_rows, gather_selecti
 from mcore_dsa.rows import PackWork, RowPartition, partition_rows
 
 KINDS = ("contiguous", "zigzag", "balanced")
+ALL = ("off", *KINDS)
 POOL_SIZE, BUDGET = 4, 3
 
 
@@ -67,7 +68,9 @@ def test_bad_work_is_refused(arguments: tuple[tuple[int, ...], int, int]) -> Non
 
 
 def test_bad_partitions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"partition is 'striped'; accepted are 'contiguous', 'zigzag' and 'balanced'"):
+    with pytest.raises(
+        ValueError, match=r"partition is 'striped'; accepted are 'off', 'contiguous', 'zigzag', 'balanced'"
+    ):
         partition_rows("striped", 4, 2, [4], pool_size=4, budget=1)  # type: ignore[arg-type]
     for make in (RowPartition.contiguous, RowPartition.zigzag):
         with pytest.raises(ValueError, match="accepted are num_rows >= 0 and group_size >= 1"):
@@ -86,6 +89,8 @@ def exchange(rows: int, device: str = "cpu") -> None:
         torch.arange(rows * 6, dtype=torch.float64).view(rows, 2, 3).to(torch.bfloat16),
         torch.arange(rows, dtype=torch.float32).view(rows, 1) + 0.25,
         torch.arange(rows * 3, dtype=torch.int32).view(rows, 3),
+        torch.arange(rows, dtype=torch.int64),
+        torch.empty(rows, 0, 2),
     ]
     mine = [tensor[rank * rows // ranks : (rank + 1) * rows // ranks].to(device) for tensor in every]
     calls = 0
@@ -97,18 +102,27 @@ def exchange(rows: int, device: str = "cpu") -> None:
         return original(*arguments, **options)
 
     dist.all_to_all_single = counted
-    for kind in KINDS:
-        partition = partition_rows(kind, rows, ranks, [rows], pool_size=POOL_SIZE, budget=BUDGET)
+    kinds = {kind: partition_rows(kind, rows, ranks, [rows], pool_size=POOL_SIZE, budget=BUDGET) for kind in ALL}
+    # Empty slices ahead of full ones, slices out of order, and from three ranks on one that owns nothing.
+    turned = [
+        (range(row, row), range(row, row + 6), range(row + 9, row + 12), range(row + 6, row + 9))
+        for row in range(0, rows, 12)
+    ]
+    kinds["turned"] = RowPartition(rows, tuple(turned[::-1]))
+    if ranks > 2:
+        kinds["idle"] = RowPartition(rows, ((range(5, rows),), (), (range(5),), *((),) * (ranks - 3)))
+    for kind, partition in kinds.items():
         calls = 0
         owned = exchange_rows(mine, partition, dist.group.WORLD)
-        index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
+        index = torch.cat([torch.arange(part.start, part.stop) for part in (range(0), *partition.slices(rank))])
         for got, tensor in zip(owned, every, strict=True):
             assert got.dtype == tensor.dtype
             assert got.device == mine[0].device
             assert torch.equal(got.cpu(), tensor[index])
-        assert calls == (0 if kind == "contiguous" or ranks == 1 else 1)
+        in_place = kind in ("off", "contiguous") or (ranks == 1 and kind != "turned")
+        assert calls == (0 if in_place else 1)
     partition = RowPartition.zigzag(rows, ranks)
-    with pytest.raises(ValueError, match="accepted are equal parts over"):
+    with pytest.raises(ValueError, match="accepted are equal parts of the rows over"):
         exchange_rows([mine[0][:-1]], partition, dist.group.WORLD)
 
 
@@ -127,9 +141,16 @@ def selection_over_ranks(rows: int, cuts: list[int], data: str, piece: int, devi
     position = torch.arange(rows, device=device)
     whole = select_pools(q, weights, key, layout, budget=BUDGET)
     lengths = [stop - start for start, stop in pairwise(cuts)]
-    for kind in KINDS:
-        partition = partition_rows(kind, rows, ranks, lengths, pool_size=POOL_SIZE, budget=BUDGET)
-        index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
+    kinds = {kind: partition_rows(kind, rows, ranks, lengths, pool_size=POOL_SIZE, budget=BUDGET) for kind in ALL}
+    # A rank without any slice, and one whose first slice is empty.
+    kinds["odd"] = RowPartition(
+        rows,
+        ((range(rows, rows), range(2, rows)), *((),) * (ranks - 2), (range(2),))[:ranks]
+        if ranks > 1
+        else ((range(2, rows), range(2)),),
+    )
+    for kind, partition in kinds.items():
+        index = torch.cat([torch.arange(part.start, part.stop) for part in (range(0), *partition.slices(rank))])
         for overlap in (False, True):
             counters = SelectionCounters()
             got = select_pools_sharded(
@@ -147,8 +168,8 @@ def selection_over_ranks(rows: int, cuts: list[int], data: str, piece: int, devi
             assert got.dtype == torch.int32
             assert torch.equal(got, whole), (kind, overlap)
             assert counters.rows == 2 * len(index)
-            pieces = -(-partition.rows_per_rank // piece) if overlap else 1
-            assert counters.calls == pieces
+            pieces = -(-len(index) // piece) if overlap and not partition.is_replicated else 1
+            assert counters.calls == max(1, pieces)
 
 
 # Rows that straddle slices, strips, segments and ranks; a pack whose last rank would have nothing to score.
@@ -170,17 +191,17 @@ def partition_that_does_not_fit() -> None:
     for partition in (RowPartition.zigzag(12, 3), RowPartition.zigzag(11, 2)):
         with pytest.raises(ValueError, match="accepted are 12 rows and 2 ranks"):
             select_pools_sharded(q[:6], weights[:6], key, layout, position, partition=partition, **common)
-    with pytest.raises(ValueError, match=r"q_OBHD has 7 rows; accepted are the 6 of rank"):
+    with pytest.raises(ValueError, match=r"q_OBHD has shape \(7, .*; accepted is \[6, "):
         select_pools_sharded(q[:7], weights[:7], key, layout, position, **common)
-    with pytest.raises(ValueError, match="accepted are three dimensions and the group's 2 ranks"):
+    with pytest.raises(ValueError, match="cuts rows for 3 ranks; accepted are the group's 2 ranks"):
         gather_selection(torch.zeros(1, 12, 2, dtype=torch.int32), RowPartition.contiguous(12, 3), dist.group.WORLD)
     gather = SelectionGather(
         RowPartition.zigzag(12, 2), dist.group.WORLD, batch=1, budget=2, device=torch.device("cpu")
     )
     with pytest.raises(TypeError, match=r"torch.int64; accepted is torch.int32"):
-        gather.add(range(6), torch.zeros(1, 6, 2, dtype=torch.int64))
+        gather.advance(torch.zeros(1, 6, 2, dtype=torch.int64), 6)
     with pytest.raises(ValueError, match=r"accepted is \[1, 6, 2\]"):
-        gather.add(range(6), torch.zeros(1, 5, 2, dtype=torch.int32))
+        gather.advance(torch.zeros(1, 5, 2, dtype=torch.int32), 5)
 
 
 def test_a_partition_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
@@ -211,11 +232,15 @@ def gathers_in_flight() -> int:
         return Tracked(original(*arguments, **options))
 
     setattr(dist, original.__name__, tracked)
-    gather = SelectionGather(partition, dist.group.WORLD, batch=1, budget=1, device=torch.device("cpu"), in_flight=2)
+    gather = SelectionGather(
+        partition, dist.group.WORLD, batch=1, budget=1, device=torch.device("cpu"), piece_rows=3, in_flight=2
+    )
     mine = torch.arange(20, dtype=torch.int32).view(1, 20, 1) + 20 * dist.get_rank()
-    for start in range(0, 20, 3):
-        gather.add(range(start, min(start + 3, 20)), mine[:, start : start + 3])
-    assert torch.equal(gather.finish().flatten(), torch.arange(40, dtype=torch.int32))
+    own = torch.full_like(mine, -7)
+    for done in range(20):
+        own[:, done] = mine[:, done]
+        gather.advance(own, done + 1)
+    assert torch.equal(gather.finish(own).flatten(), torch.arange(40, dtype=torch.int32))
     assert running == 0
     return most
 

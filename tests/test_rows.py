@@ -1,5 +1,6 @@
 """Who owns which rows: plain integers, looked at for all ranks in one process."""
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from draw import Call, calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_dsa.rows import PackWork, RowPartition, partition_rows
+from mcore_dsa.rows import PackWork, RowExchange, RowPartition, partition_rows
 
 KINDS = ("contiguous", "zigzag", "balanced")
 
@@ -104,12 +105,56 @@ def test_a_rank_outside_the_group_is_refused(rank: int) -> None:
         ((range(-1, 6),),),
         ((range(0, 6, 2),), (range(1, 6, 2),)),
         ((range(2),), (range(4, 6), range(2, 3))),
+        ((range(4),), (range(3, 6),)),
+        ((range(6),), (range(6),), ()),
+        ((range(6), range(6)),),
     ],
 )
-def test_shards_with_a_gap_are_refused(shards: Any) -> None:
-    """A row nobody owns would keep what its slot held before."""
+def test_shards_that_do_not_hold_each_row_once_are_refused(shards: Any) -> None:
+    """A row nobody owns would keep what its slot held before; one of two owners would be work done twice."""
     with pytest.raises(ValueError, match=r"(shards|group_size).*accepted are"):
         RowPartition(6, shards)
+
+
+@given(st.integers(0, 400), st.integers(1, 40))
+def test_off_gives_every_rank_every_row(rows: int, ranks: int) -> None:
+    partition = partition_rows("off", rows, ranks, [rows], pool_size=4, budget=1)
+    assert partition == RowPartition.replicated(rows, ranks)
+    assert partition.is_replicated
+    assert [own(partition, rank) for rank in range(ranks)] == [list(range(rows))] * ranks
+    if rows > 1 and ranks > 1:
+        assert not RowPartition.contiguous(rows, ranks).is_replicated
+
+
+@given(st.integers(0, 9), st.integers(1, 6), st.sampled_from(("off", *KINDS)), st.randoms(use_true_random=False))
+def test_exchanged_rows_arrive_where_they_belong(part: int, ranks: int, kind: Any, random: Any) -> None:
+    """All ranks played in one process: what each sends, laid into what each receives."""
+    rows = part * ranks
+    partition = partition_rows(kind, rows, ranks, [rows], pool_size=2, budget=1)
+    if kind == "zigzag":
+        shuffled = [piece for shard in partition.shards for piece in (*shard, range(rows, rows))]
+        random.shuffle(shuffled)
+        partition = RowPartition(rows, tuple(tuple(shuffled[rank::ranks]) for rank in range(ranks)))
+    exchanges = [RowExchange.of(partition, rank) for rank in range(ranks)]
+    sent: list[list[list[int]]] = []
+    for rank, exchange in enumerate(exchanges):
+        outgoing = [rank * part + row for run in exchange.send for row in run]
+        cuts = [0, *accumulate(exchange.send_counts)]
+        sent.append([outgoing[start:stop] for start, stop in pairwise(cuts)])
+    for rank, exchange in enumerate(exchanges):
+        incoming = [row for sender in sent for row in sender[rank]]
+        assert exchange.receive_counts == tuple(len(sender[rank]) for sender in sent)
+        owned: list[int | None] = [None] * partition.rows_of(rank)
+        for place, arrived in zip(exchange.place, exchange.incoming, strict=True):
+            owned[place.start : place.stop] = incoming[arrived.start : arrived.stop]
+        assert owned == own(partition, rank)
+        stays = all(own(partition, each) == list(range(each * part, (each + 1) * part)) for each in range(ranks))
+        assert exchange.moves != stays
+
+
+def test_rows_that_no_ranks_hold_equally_are_not_exchanged() -> None:
+    with pytest.raises(ValueError, match="num_rows is 10; accepted are multiples of the group's 4 ranks"):
+        RowExchange.of(RowPartition.contiguous(10, 4), 0)
 
 
 def test_shards_in_any_order_and_with_empty_slices_are_fine() -> None:
