@@ -46,14 +46,16 @@ def group_rank(group: Group) -> int:
     return _place_in(group)[1]
 
 
-def _place_in(group: Group) -> tuple[int, int]:
+def _place_in(group: object) -> tuple[int, int]:
     if group is None:
         return 1, 0
-    if not isinstance(group, dist.ProcessGroup):
+    # What torch gives a rank in place of a group that it is not in is an integer.
+    stranger = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+    if not stranger and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"query_shard_group is {kind_of(group)}; accepted are a torch.distributed.ProcessGroup and None"
         )
-    if (rank := dist.get_rank(group)) < 0:
+    if not isinstance(group, dist.ProcessGroup) or (rank := dist.get_rank(group)) < 0:
         raise ValueError("query_shard_group is a group without this rank; accepted are groups that hold it")
     return dist.get_world_size(group), rank
 

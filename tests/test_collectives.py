@@ -1,6 +1,7 @@
-"""Gathers and the agreement over gloo, on one to four ranks and in groups inside a bigger world."""
+"""Gathers over gloo, on one to four ranks and in groups inside a bigger world."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from draw import CollectiveLog, poisoned
 from harness import RanksFailed, run_ranks
 
-from mcore_dsa.collectives import agree, gather_rows, gather_selection, group_rank, group_size
+from mcore_dsa.collectives import SelectionGather, any_rank, gather_rows, gather_selection, group_rank, group_size
 from mcore_dsa.rows import PackWork, RowPartition
 
 SIZES = [1, 2, 3, 4]
@@ -61,6 +62,7 @@ def selections_are_joined(group: Any) -> None:
             RowPartition.contiguous(rows, ranks),
             RowPartition.zigzag(rows, ranks),
             RowPartition.balanced(rows, ranks, work),
+            RowPartition.replicated(rows, ranks),
         ):
             for batch, budget in ((1, 1), (2, 7), (3, 2)):
                 every = mixed(seed + rows, batch, rows, budget).to(torch.int32)
@@ -70,10 +72,12 @@ def selections_are_joined(group: Any) -> None:
                     joined = gather_selection(strided, partition, group)
                 assert joined.dtype == torch.int32
                 assert torch.equal(joined, every)
-                (call,) = log.calls
-                assert call.group is group
-                assert call.output == (torch.int32, (ranks * batch, partition.rows_per_rank, budget))
-                assert call.input == (torch.int32, (batch, partition.rows_per_rank, budget))
+                # A row more, for the numbers of call and piece; and nothing to gather where every rank owns every row.
+                one = (torch.int32, (batch, partition.rows_per_rank + 1, budget))
+                all_of_them = (torch.int32, (ranks * batch, partition.rows_per_rank + 1, budget))
+                assert [(call.group, call.input, call.output) for call in log.calls] == [(group, one, all_of_them)] * (
+                    rows > 0 and not partition.is_replicated
+                )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -118,143 +122,10 @@ def test_a_bad_selection_is_refused(selection: torch.Tensor, error: type[Excepti
 
 
 def test_a_partition_for_another_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"partition 2 ranks; accepted .* 1 ranks"):
+    with pytest.raises(ValueError, match=r"partition cuts rows for 2 ranks; accepted .* 1 ranks"):
         gather_selection(torch.zeros(2, 3, 3, dtype=torch.int32), RowPartition.contiguous(6, 2), None)
     with pytest.raises(ValueError, match=r"x has no dimensions; accepted"):
         gather_rows(torch.tensor(1.0), None)
-
-
-SAME = {"FLAG": "contiguous", "BYTES": "256"}
-
-
-def agreement(group: Any) -> None:
-    """One exchange a call, which says whether these values are new to the group; their order is nothing new."""
-    with CollectiveLog() as log:
-        assert agree(SAME, (), group)
-        assert not agree(dict(reversed(SAME.items())), (), group)
-        assert agree({**SAME, "BYTES": "512"}, (), group)
-        assert not agree(SAME, (), group)
-    assert [(call.name, call.group) for call in log.calls] == [("all_gather_object", group)] * 4
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_equal_settings_agree(size: int) -> None:
-    run_ranks(in_world, size, agreement)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_groups_agree_by_themselves(split: tuple[tuple[int, ...], ...]) -> None:
-    run_ranks(in_groups, 4, split, agreement)
-
-
-def values_of(rank: int, values: list[Mapping[str, str]], faults: list[tuple[str, ...]]) -> list[str]:
-    """What this rank is told: twice the same, for a failed agreement is no agreement."""
-    told = []
-    for _ in range(2):
-        try:
-            told.append(f"agreed {agree(values[rank], faults[rank], dist.group.WORLD)}")
-        except ValueError as error:
-            told.append(str(error))
-    return told
-
-
-def disagreement(values: list[Mapping[str, str]], faults: list[tuple[str, ...]]) -> list[str]:
-    rank = dist.get_rank()
-    told = values_of(rank, values, faults)
-    # The group works on, and agrees once its settings do.
-    assert agree(SAME, (), dist.group.WORLD)
-    return told
-
-
-NO_FAULTS = [(), (), ()]
-DISAGREEMENTS = {
-    "the flag on some ranks only": (
-        [SAME, {**SAME, "FLAG": "off"}, SAME],
-        NO_FAULTS,
-        ["FLAG differs", "'contiguous' on ranks [0, 2]", "'off' on ranks [1]"],
-        ["BYTES"],
-    ),
-    "three values": (
-        [{"FLAG": "a"}, {"FLAG": "b"}, {"FLAG": "c"}],
-        NO_FAULTS,
-        ["'a' on ranks [0]", "'b' on ranks [1]", "'c' on ranks [2]"],
-        [],
-    ),
-    "two settings": (
-        [SAME, {"FLAG": "off", "BYTES": "1"}, SAME],
-        NO_FAULTS,
-        ["FLAG differs", "BYTES differs", "'1' on ranks [1]", "'256' on ranks [0, 2]"],
-        [],
-    ),
-    "a setting that one rank lacks": (
-        [SAME, SAME, {"FLAG": "contiguous"}],
-        NO_FAULTS,
-        ["BYTES differs", "'not set' on ranks [2]"],
-        ["FLAG differs"],
-    ),
-    "a rank that cannot read its flag": (
-        [SAME, SAME, SAME],
-        [(), ("FLAG is 'maybe'; accepted are on and off",), ()],
-        ["rank 1: FLAG is 'maybe'; accepted are on and off"],
-        ["differs"],
-    ),
-    "faults of two ranks beside a difference": (
-        [SAME, {**SAME, "BYTES": "1"}, SAME],
-        [("one", "two"), (), ("three",)],
-        ["rank 0: one", "rank 0: two", "rank 2: three", "BYTES differs"],
-        ["FLAG"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DISAGREEMENTS)
-def test_a_difference_is_told_on_every_rank(case: str) -> None:
-    values, faults, named, unnamed = DISAGREEMENTS[case]
-    told = run_ranks(disagreement, 3, values, faults, timeout=30.0)
-    assert told == [[told[0][0]] * 2] * 3
-    for part in named:
-        assert part in told[0][0]
-    for part in unnamed:
-        assert part not in told[0][0]
-
-
-def change_after_agreement() -> str:
-    """Settings that change on one rank alone, a module built later say: nobody waits for nobody."""
-    assert agree(SAME, (), dist.group.WORLD)
-    changed = {**SAME, "FLAG": "off"} if dist.get_rank() == 1 else SAME
-    with pytest.raises(ValueError, match="FLAG differs") as error:
-        agree(changed, (), dist.group.WORLD)
-    return str(error.value)
-
-
-def test_a_change_on_one_rank_after_an_agreement_is_told() -> None:
-    told = run_ranks(change_after_agreement, 3, timeout=30.0)
-    assert told == [told[0]] * 3
-    assert "'off' on ranks [1]" in told[0]
-
-
-def fault_after_agreement() -> None:
-    """A fault that shows up on one rank later is not hidden by an agreement on the same values."""
-    assert agree(SAME, (), dist.group.WORLD)
-    with pytest.raises(ValueError, match="rank 1: broken"):
-        agree(SAME, ("broken",) if dist.get_rank() else (), dist.group.WORLD)
-
-
-def test_a_fault_after_an_agreement_is_told() -> None:
-    run_ranks(fault_after_agreement, 2)
-
-
-def new_group_agrees_anew() -> None:
-    """Nothing is carried over to a group made after another was destroyed."""
-    for _ in range(3):
-        group = dist.new_group([0, 1])
-        assert agree(SAME, (), group)
-        dist.destroy_process_group(group)
-        del group
-
-
-def test_a_new_group_agrees_anew() -> None:
-    run_ranks(new_group_agrees_anew, 2)
 
 
 def one_rank_skips() -> None:
@@ -266,3 +137,64 @@ def test_the_harness_would_notice_a_rank_that_does_not_enter() -> None:
     """What the tests above rest on: a collective that one rank leaves out hangs, and a hang is a failure."""
     with pytest.raises(RanksFailed):
         run_ranks(one_rank_skips, 2, timeout=3.0)
+
+
+def a_rank_begins_anew(batch: int, budget: int) -> list[str]:
+    """Rank 1 raises behind the first piece of a call and calls again; what each rank is told in that call."""
+    partition, rank = RowPartition.contiguous(64, 2), dist.get_rank()
+    own = torch.arange(batch * 32 * budget, dtype=torch.int32).view(batch, 32, budget)
+
+    def gather() -> SelectionGather:
+        options = {"batch": batch, "budget": budget, "device": own.device, "piece_rows": 8, "in_flight": 1}
+        return SelectionGather(partition, dist.group.WORLD, **options)
+
+    def told(call: SelectionGather) -> str:
+        try:
+            call.finish(own)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    said = [told(gather())]
+    if rank == 1:
+        gather().advance(own, 8)
+    said.append(told(gather()))
+    return said
+
+
+@pytest.mark.parametrize(("batch", "budget"), [(1, 1), (2, 5)])
+def test_a_rank_that_raised_in_a_call_and_calls_again_is_told_on_every_rank(batch: int, budget: int) -> None:
+    """Every piece of it would lie one beside the others', of the right shape, and select wrong tokens."""
+    for said in run_ranks(a_rank_begins_anew, 2, batch, budget):
+        assert said[0] == "nothing"
+        assert re.search(r"are in calls and pieces 2\.\d, [23]\.\d; accepted is the same on every rank", said[1])
+
+
+def a_stranger() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        for ask in (group_size, group_rank, lambda group: gather_rows(torch.zeros(2), group)):
+            with pytest.raises(ValueError, match="query_shard_group is a group without this rank; accepted are groups"):
+                ask(group)
+
+
+def test_a_rank_outside_the_group_is_told_so() -> None:
+    run_ranks(a_stranger, 2)
+
+
+@pytest.mark.parametrize("group", [5, "tp", [0, 1], torch.zeros(2)])
+def test_what_is_no_group_is_refused(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"query_shard_group is .*; accepted are a torch.distributed.ProcessGroup and"):
+        group_size(group)
+
+
+def one_rank_says() -> list[bool]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    cpu = torch.device("cpu")
+    return [any_rank(rank == speaker, dist.group.WORLD, cpu) for speaker in (0, ranks - 1, ranks)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_one_rank_says_all_hear(size: int) -> None:
+    assert run_ranks(one_rank_says, size) == [[True, True, False]] * size
+    assert [any_rank(said, None, torch.device("cpu")) for said in (True, False)] == [True, False]
