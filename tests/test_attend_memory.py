@@ -1,46 +1,21 @@
 """The byte budget of sparse attention, measured on torch's allocator and on the process."""
 
-import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from attend_cases import Case, smallest_budget
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
+from live_bytes import allocated_bytes
 
 MIB = 2**20
 
 
-def measured(call: Callable[[], object], trace: Path) -> tuple[int, int]:
-    """Bytes of tensors that `call` allocates: at its peak, and those that its result keeps.
-
-    From the allocator's own events, so that what a kernel allocates inside is counted.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = call()
-    profiler.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    del result
-    return peak, held
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profile") / "trace.json"
-
-
-def passes(case: Case, attend_bytes: int, trace: Path) -> tuple[int, int]:
+def passes(case: Case, attend_bytes: int) -> tuple[int, int]:
     """Peak of forward and of backward beyond what the budget leaves out: outputs, and the fp32 sum of kv's gradient.
 
     That sum, one row longer than kv, is itself the gradient where kv is fp32.
@@ -52,10 +27,10 @@ def passes(case: Case, attend_bytes: int, trace: Path) -> tuple[int, int]:
     def forward() -> None:
         kept.append(case.out(attend_bytes=attend_bytes))
 
-    peak, held = measured(forward, trace)
+    peak, held = allocated_bytes(forward)
     assert held >= case.q.nbytes
-    backward_peak, backward_held = measured(
-        lambda: kept.extend(torch.autograd.grad(kept[0], (case.q, case.kv), case.out_grad)), trace
+    backward_peak, backward_held = allocated_bytes(
+        lambda: kept.extend(torch.autograd.grad(kept[0], (case.q, case.kv), case.out_grad))
     )
     assert backward_held >= case.q.nbytes + case.kv.nbytes
     sums = case.kv.numel() * 4 + (0 if case.kv.dtype == torch.float32 else case.kv.nbytes)
@@ -71,28 +46,28 @@ def passes(case: Case, attend_bytes: int, trace: Path) -> tuple[int, int]:
     st.sampled_from([1.0, 1.5, 4.0]),
 )
 @hypothesis_settings(max_examples=15)
-def test_peak_stays_under_the_budget(trace, dtype, rows, heads, channels, budget, factor) -> None:
+def test_peak_stays_under_the_budget(dtype, rows, heads, channels, budget, factor) -> None:
     segments = [[(0, 130)], [(3, 127)]]
     case = Case.random(segments, 130, rows=rows, heads=heads, channels=channels, budget=budget).to(dtype)
     attend_bytes = int(factor * smallest_budget(case))
-    forward, backward = passes(case, attend_bytes, trace)
+    forward, backward = passes(case, attend_bytes)
     assert forward <= attend_bytes
     assert backward <= attend_bytes
 
 
-def test_budget_is_used(trace: Path) -> None:
+def test_budget_is_used() -> None:
     """A bound far above the truth would waste the budget: backward fills at least half of it."""
     case = Case.random([[(0, 2048)]], 2048, rows=512, heads=8, channels=64, budget=32)
-    _, backward = passes(case, 8 * MIB, trace)
+    _, backward = passes(case, 8 * MIB)
     assert backward > 4 * MIB
 
 
-def test_budget_holds_where_dense_attention_would_break_it(trace: Path) -> None:
+def test_budget_holds_where_dense_attention_would_break_it() -> None:
     tokens, attend_bytes = 8192, 4 * MIB
     case = Case.random([[(0, tokens)]], tokens, heads=2, channels=16, budget=8)
     assert tokens * tokens >= 16 * attend_bytes  # a mask of one byte a pair
     assert case.tokens().numel() * 16 * 4 >= 4 * attend_bytes  # the latents of all selected tokens
-    forward, backward = passes(case, attend_bytes, trace)
+    forward, backward = passes(case, attend_bytes)
     assert max(forward, backward) <= attend_bytes
 
 

@@ -13,7 +13,7 @@ import torch
 from draw import numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attend_memory import measured
+from live_bytes import allocated_bytes
 
 from mcore_dsa.backends.torch.select import smallest_score_bytes
 from mcore_dsa.functions import select_pools
@@ -23,19 +23,14 @@ MIB = 2**20
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profile") / "trace.json"
-
-
 def peak_beyond_the_result(
-    trace: Path, kind: str, *, rows: int, pools: int, heads: int, dim: int, budget: int, score_bytes: int
+    kind: str, *, rows: int, pools: int, heads: int, dim: int, budget: int, score_bytes: int
 ) -> int:
     """Bytes that rows near the end of one document hold at the most, what they return aside."""
     q, weights, key = numbers(kind, rows, pools, 1, heads, dim, seed=pools)
     layout, position = PoolLayout.dense(pools, pool_size=1), torch.arange(pools - rows, pools)
-    peak, held = measured(
-        lambda: select_pools(q, weights, key, layout, position, budget=budget, score_bytes=score_bytes), trace
+    peak, held = allocated_bytes(
+        lambda: select_pools(q, weights, key, layout, position, budget=budget, score_bytes=score_bytes)
     )
     assert held == rows * budget * 4
     return peak - held
@@ -51,23 +46,23 @@ def peak_beyond_the_result(
     budget=st.sampled_from([1, 7, 130, 600]),
     factor=st.sampled_from([1.0, 1.3, 3.0]),
 )
-def test_tensors_stay_under_the_budget(trace: Path, heads: int, dim: int, budget: int, factor: float, **call) -> None:
+def test_tensors_stay_under_the_budget(heads: int, dim: int, budget: int, factor: float, **call) -> None:
     """From the smallest budget on; ties at the cut take most."""
     score_bytes = int(factor * smallest_score_bytes(CPU, heads, dim, budget))
     sizes = {"heads": heads, "dim": dim, "budget": budget, "score_bytes": score_bytes}
-    assert peak_beyond_the_result(trace, **call, **sizes) <= score_bytes
+    assert peak_beyond_the_result(**call, **sizes) <= score_bytes
 
 
-def test_the_budget_is_used(trace: Path) -> None:
+def test_the_budget_is_used() -> None:
     """A bound far above the truth would waste it: ties fill at least half."""
     sizes = {"rows": 300, "pools": 20_000, "heads": 8, "dim": 4, "budget": 64, "score_bytes": 8 * MIB}
-    assert peak_beyond_the_result(trace, "zeros", **sizes) > 4 * MIB
+    assert peak_beyond_the_result("zeros", **sizes) > 4 * MIB
 
 
-def test_what_is_held_does_not_grow_with_the_length(trace: Path) -> None:
+def test_what_is_held_does_not_grow_with_the_length() -> None:
     """Once the budget is full, twice the pools take not a byte more."""
     sizes = {"rows": 100, "heads": 8, "dim": 4, "budget": 64, "score_bytes": 4 * MIB}
-    short, long = (peak_beyond_the_result(trace, "zeros", pools=pools, **sizes) for pools in (20_000, 40_000))
+    short, long = (peak_beyond_the_result("zeros", pools=pools, **sizes) for pools in (20_000, 40_000))
     assert long <= short
 
 
