@@ -100,17 +100,27 @@ def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Gro
         return list(tensors)
     if partition.is_replicated:
         return [gather_rows(tensor, group) for tensor in tensors]
-    widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
-    outgoing = torch.empty(sum(exchange.send_counts), sum(widths), dtype=torch.uint8, device=tensors[0].device)
-    for column, tensor in zip(outgoing.split(widths, dim=1), tensors, strict=True):
-        _copy_runs(column, exchange.outgoing, _bytes_of_rows(tensor), exchange.send)
-    incoming = outgoing.new_empty(sum(exchange.receive_counts), sum(widths))
+    outgoing = _packed(tensors, exchange)
+    incoming = outgoing.new_empty(sum(exchange.receive_counts), outgoing.shape[1])
     _all_to_all(incoming, outgoing, exchange.receive_counts, exchange.send_counts, group)
     del outgoing
     owned = [tensor.new_empty(len(incoming), *tensor.shape[1:]) for tensor in tensors]
-    for column, tensor in zip(incoming.split(widths, dim=1), owned, strict=True):
+    for column, tensor in zip(incoming.split(_row_bytes(tensors), dim=1), owned, strict=True):
         _copy_runs(_bytes_of_rows(tensor), exchange.place, column, exchange.incoming)
     return owned
+
+
+def _packed(tensors: Sequence[Tensor], exchange: RowExchange) -> Tensor:
+    """uint8 `[rows to send, bytes of a row of all tensors]`, receiver after receiver."""
+    widths = _row_bytes(tensors)
+    packed = torch.empty(sum(exchange.send_counts), sum(widths), dtype=torch.uint8, device=tensors[0].device)
+    for column, tensor in zip(packed.split(widths, dim=1), tensors, strict=True):
+        _copy_runs(column, exchange.outgoing, _bytes_of_rows(tensor), exchange.send)
+    return packed
+
+
+def _row_bytes(tensors: Sequence[Tensor]) -> list[int]:
+    return [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
 
 
 def _bytes_of_rows(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from mcore_dsa.work import best_partition, selection_work
 FLASH = Path(__file__).parents[1] / "configs" / "glm-5.3-flash.json"
 SCORE_BYTES = 8 << 20
 KINDS: tuple[Partition, ...] = ("contiguous", "zigzag", "balanced")
+ALL: tuple[Partition, ...] = ("off", *KINDS)
 
 
 def small_geometry() -> DsaGeometry:
@@ -63,25 +64,20 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
     weights = torch.randn(rows, 1, 8, generator=generator)
     mine = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
     results = []
-    for kind in (None, *KINDS):
+    for kind in ALL:
         received, counters = 0, SelectionCounters()
         key, gate = gather_rows(key_gate[mine], group).chunk(2, dim=-1)
         pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
-        if kind is None:
-            partition = None
-            own = [gather_rows(q[mine], group), gather_rows(weights[mine], group)]
-            index = position
-        else:
-            partition = partition_rows(kind, rows, ranks, lengths, pool_size=4, budget=3)
-            own = exchange_rows([q[mine], weights[mine]], partition, group)
-            index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
+        partition = partition_rows(kind, rows, ranks, lengths, pool_size=4, budget=3)
+        own = exchange_rows([q[mine], weights[mine]], partition, group)
+        index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
         select_pools_sharded(
             *own,
             pool_key,
             layout,
             position,
             budget=3,
-            query_shard_group=group if kind else None,
+            query_shard_group=group,
             partition=partition,
             overlap=False,
             counters=counters,
@@ -94,7 +90,7 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
 @pytest.mark.parametrize("lengths", [[96], [40, 3, 21, 32], [4] * 24, [1, 1, 94]])
 def test_the_model_says_what_really_runs(ranks: int, lengths: list[int]) -> None:
     measured = run_ranks(counted_run, ranks, lengths)
-    for number, kind in enumerate((None, *KINDS)):
+    for number, kind in enumerate(ALL):
         model = selection_work(lengths, small_geometry(), group_size=ranks, partition=kind)
         for rank, work in enumerate(model.ranks):
             told = (work.rows, work.scored_pairs, work.visible_pairs, work.received_bytes)
@@ -109,24 +105,19 @@ def peak_of_a_run(rows: int) -> list[int]:
     layout = PoolLayout.dense(rows, pool_size=4)
     peaks = []
 
-    def selection(kind: Partition | None) -> torch.Tensor:
+    def selection(kind: Partition) -> torch.Tensor:
         position = torch.arange(rows)
         q, weights = torch.randn(mine.stop - mine.start, 1, 8, 16).bfloat16(), torch.randn(mine.stop - mine.start, 1, 8)
         key, gate = gather_rows(torch.randn(mine.stop - mine.start, 1, 32).bfloat16(), group).chunk(2, dim=-1)
-        partition = None
-        if kind is None:
-            q, weights = gather_rows(q, group), gather_rows(weights, group)
-        else:
-            partition = partition_rows(kind, rows, ranks, [rows], pool_size=4, budget=3)
-            q, weights = exchange_rows([q, weights], partition, group)
+        partition = partition_rows(kind, rows, ranks, [rows], pool_size=4, budget=3)
+        q, weights = exchange_rows([q, weights], partition, group)
         pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
-        shards = group if kind else None
         sizes = {"budget": 3, "score_bytes": SCORE_BYTES}
         return select_pools_sharded(
-            q, weights, pool_key, layout, position, query_shard_group=shards, partition=partition, **sizes
+            q, weights, pool_key, layout, position, query_shard_group=group, partition=partition, **sizes
         )
 
-    for kind in (None, *KINDS):
+    for kind in ALL:
         selection(kind)
         peak, kept = live_bytes(lambda kind=kind: selection(kind))
         assert kept == rows * 3 * 4
@@ -137,7 +128,7 @@ def peak_of_a_run(rows: int) -> list[int]:
 def test_peak_bytes_are_those_of_a_real_run() -> None:
     rows = 24_576
     measured_peaks = run_ranks(peak_of_a_run, 2, rows, timeout=120)
-    for number, kind in enumerate((None, *KINDS)):
+    for number, kind in enumerate(ALL):
         options = {"group_size": 2, "partition": kind, "device": "cpu", "score_bytes": SCORE_BYTES}
         modelled = [rank.peak_bytes for rank in selection_work([rows], small_geometry(), **options).ranks]
         real = [peaks[number] for peaks in measured_peaks]
@@ -149,7 +140,7 @@ def test_peak_bytes_are_those_of_a_real_run() -> None:
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(1, 16))
 def test_the_ranks_share_the_whole(lengths: list[int], ranks: int) -> None:
     geometry = small_geometry()
-    whole = selection_work(lengths, geometry, group_size=1, partition=None).ranks[0]
+    whole = selection_work(lengths, geometry, group_size=1, partition="off").ranks[0]
     for kind in KINDS:
         model = selection_work(lengths, geometry, group_size=ranks, partition=kind)
         assert sum(rank.rows for rank in model.ranks) == whole.rows == sum(lengths)
@@ -192,7 +183,7 @@ def test_a_million_tokens_on_64_ranks_take_less_than_a_second() -> None:
     program = (
         "import time, torch; from mcore_dsa.work import selection_work; from mcore_dsa import DsaGeometry; "
         f"geometry = DsaGeometry.from_config({str(FLASH)!r}); start = time.process_time(); "
-        "kinds = None, 'contiguous', 'zigzag', 'balanced'; "
+        "kinds = 'off', 'contiguous', 'zigzag', 'balanced'; "
         "[selection_work([1048576], geometry, group_size=64, partition=kind) for kind in kinds]; "
         "print(time.process_time() - start)"
     )
@@ -205,7 +196,7 @@ def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="group_size 0"):
         selection_work([8], geometry, group_size=0, partition="contiguous")
     with pytest.raises(ValueError, match=r"a least of -1"):
-        selection_work([-1], geometry, group_size=2, partition=None)
+        selection_work([-1], geometry, group_size=2, partition="off")
     with pytest.raises(ValueError, match=r"score_bytes is 1; accepted"):
         selection_work([4096], geometry, group_size=2, partition="zigzag", score_bytes=1)
 
