@@ -20,7 +20,6 @@ from megatron.core.transformer.module import Float16Module
 from mcore_dsa.megatron import (
     KPoolDSATransformerConfig,
     KPoolDSAttention,
-    attention,
     kpool_dsa_gpt_model,
     kpool_dsa_hybrid_model,
 )
@@ -110,17 +109,18 @@ def tokens(step: int = 0) -> torch.Tensor:
 def taken_selections() -> Iterator[list[torch.Tensor]]:
     """The selections obtained while the context is open, in order."""
     taken: list[torch.Tensor] = []
-    original = attention.select_pools_sharded
+    original = KPoolDSAttention._select
 
-    def select(*args: Any, **kwargs: Any) -> torch.Tensor:
-        taken.append(original(*args, **kwargs))
-        return taken[-1]
+    def select(*args: Any) -> Any:
+        selection, kept = original(*args)
+        taken.append(selection)
+        return selection, kept
 
-    vars(attention).update(select_pools_sharded=select)
+    KPoolDSAttention._select = select
     try:
         yield taken
     finally:
-        vars(attention).update(select_pools_sharded=original)
+        KPoolDSAttention._select = original
 
 
 class Trainer:

@@ -66,7 +66,7 @@ def recomputed(dropout: float) -> dict[str, Any]:
             "losses": [loss.detach() for loss in losses],
             "first": taken[:forward],
             "again": taken[forward:],
-            "obtained": [layer.selections_obtained for layer in attentions(model)],
+            "rows": [layer.counters.rows for layer in attentions(model)],
         }
     return results
 
@@ -79,7 +79,7 @@ def test_recomputation_changes_no_bit(dropout: float) -> None:
         assert all(bool(grad.abs().max() > 0) for grad in plain["gradients"].values())
         assert not torch.equal(plain["first"][0], plain["first"][2])
         for way, result in results.items():
-            assert result["obtained"] == [2 * count for count in EXECUTIONS[way]], way
+            assert result["rows"] == [2 * count * BATCH * ROWS // 2 for count in EXECUTIONS[way]], way
             for part in ("gradients", "losses", "first"):
                 assert_equal(result[part], plain[part], f"{way} {part}")
             # Each recompute uses the selection of its own forward.

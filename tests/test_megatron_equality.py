@@ -34,7 +34,7 @@ def train_ten(options: dict[str, Any]) -> Run:
 
 def assert_same_training(off: list[Run], on: list[Run], partition: str) -> None:
     for rank, (left, right) in enumerate(zip(off, on, strict=True)):
-        assert (left.partition, right.partition) == (None, partition)
+        assert (left.partition, right.partition) == ("off", partition)
         for part in ("selections", "logits", "losses", "gradients", "parameters"):
             assert_equal(getattr(left, part), getattr(right, part), f"{partition}, rank {rank}, {part}")
 

@@ -12,8 +12,9 @@ from harness import megatron_ranks
 from megatron.core import parallel_state
 from models import BATCH, OFF, ON, POOL, ROWS, SIZES, TOPK, attentions, config, gpt, taken_selections, tokens
 
-from mcore_dsa import collectives, sharded
-from mcore_dsa.megatron import KPoolDSAttention, attention
+from mcore_dsa import agreement, sharded
+from mcore_dsa.backends.torch import TorchBackend
+from mcore_dsa.megatron import KPoolDSAttention
 from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, OVERLAP_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE
 
 PREFIXES = ("all_", "barrier", "batch_", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
@@ -47,17 +48,17 @@ class Collectives:
         return call
 
     def inside_selections(self) -> list[list[tuple[Any, ...]]]:
-        """From here on, one list for each selection a module obtains."""
+        """From here on, one list for each forward of a module."""
         per_selection: list[list[tuple[Any, ...]]] = []
-        original = KPoolDSAttention._obtain_selection
+        original = KPoolDSAttention.forward
 
-        def obtain(*args: Any) -> torch.Tensor:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             before = len(self.calls)
-            selection = original(*args)
+            output = original(*args, **kwargs)
             per_selection.append(self.calls[before:])
-            return selection
+            return output
 
-        KPoolDSAttention._obtain_selection = obtain
+        KPoolDSAttention.forward = forward
         return per_selection
 
 
@@ -79,7 +80,7 @@ def observe() -> dict[str, Any]:
     """Three forwards of a two-layer model, then one of a second model."""
     collectives_seen, records = Collectives(), Records()
     model = gpt(config())
-    while_building = (list(collectives_seen.calls), list(records.lines), len(collectives._agreed))
+    while_building = (list(collectives_seen.calls), list(records.lines), len(agreement._agreed))
     per_selection = collectives_seen.inside_selections()
     with taken_selections() as taken, torch.no_grad():
         for step in range(FORWARDS):
@@ -91,7 +92,6 @@ def observe() -> dict[str, Any]:
         "per_selection": per_selection,
         "log": records.lines,
         "selections": taken,
-        "obtained": [layer.selections_obtained for layer in layers],
         "rows": [layer.counters.rows for layer in layers],
         "scored_rows": [layer.counters.scored_rows for layer in layers],
         "seconds": [layer.indexer_seconds for layer in layers],
@@ -109,11 +109,12 @@ def assert_observed(seen: dict[str, Any], collectives_of_a_layer: list[tuple[Any
     assert seen["while_building"] == ([], [], 0)
     selections = LAYERS * (FORWARDS + 1)
     assert len(seen["selections"]) == selections
-    agreed = [("all_gather_object", None, group), *collectives_of_a_layer]
-    # Each module agrees in its first forward, and never again.
-    expected = [agreed] * LAYERS + [collectives_of_a_layer] * (selections - 2 * LAYERS) + [agreed] * LAYERS
+    # Every forward asks whether anything changed; each module agrees in its first, and never again.
+    asked = [("all_reduce", ((1,), torch.int32), group)] * (len(group) > 1)
+    agreed = [*asked, ("all_gather_object", None, group), *collectives_of_a_layer]
+    later = [*asked, *collectives_of_a_layer]
+    expected = [agreed] * LAYERS + [later] * (selections - 2 * LAYERS) + [agreed] * LAYERS
     assert seen["per_selection"] == expected
-    assert seen["obtained"] == [FORWARDS] * LAYERS
     assert seen["rows"] == [FORWARDS * BATCH * len(rows)] * LAYERS
     assert seen["scored_rows"] == [FORWARDS * BATCH * scored_rows(rows)] * LAYERS
     assert all(seconds > 0 for seconds in seen["seconds"])
@@ -132,16 +133,18 @@ def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None
         first = rank - rank % tp
         assert seen["group"] == list(range(first, first + tp))
         shard = range(own * (rank % tp), own * (rank % tp + 1))
-        selected = ((BATCH, own, TOPK // POOL), torch.int32)
+        # A row more than its own, with the numbers of the call and of the piece.
+        selected = ((BATCH, own + 1, TOPK // POOL), torch.int32)
         assert_observed(seen, gathers(own, seen["group"], selected), shard)
         # Once for the whole run, not once for every tensor-parallel group.
         if rank > 0:
             assert seen["log"] == []
             continue
-        (line,) = seen["log"]
-        assert line[0] == "INFO"
+        line, kernels = seen["log"]
+        assert line[0] == kernels[0] == "INFO"
         for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
             assert part in line[1]
+        assert kernels[1] == "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset)"
 
 
 def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
@@ -150,7 +153,7 @@ def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
     for rank, seen in enumerate(megatron_ranks(observe, 2, tp=2, env={PARTITION_VARIABLE: None})):
         assert_observed(seen, gathers(own, [0, 1], *queries), range(ROWS))
         if rank == 0:
-            (line,) = seen["log"]
+            line, _ = seen["log"]
             assert line[0] == "INFO"
             for part in ("[0, 1]", "every rank scores every row", f"default, {PARTITION_VARIABLE} is unset"):
                 assert part in line[1]
@@ -164,7 +167,7 @@ def observe_pieces() -> list[int]:
     per_selection = Collectives().inside_selections()
     with torch.no_grad():
         gpt(config(num_layers=1))(tokens()[:, :-1], None, None)
-    return [what[0][1] for _, what, _ in per_selection[0][2:]]
+    return [what[0][1] - 1 for _, what, _ in per_selection[0][3:]]
 
 
 @pytest.mark.parametrize(("word", "pieces"), [("1", [10, 10, 10, 10, 8]), ("0", [48])])
@@ -175,12 +178,12 @@ def test_overlap_setting_reaches_the_exchange(word: str, pieces: list[int]) -> N
 def test_flag_on_in_a_group_of_one_warns_once() -> None:
     (seen,) = megatron_ranks(observe, 1, tp=1, env=ON)
     assert seen["while_building"] == ([], [], 0)
-    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO"]
+    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO", "INFO"]
     assert f"{PARTITION_VARIABLE} has no effect in a tensor-parallel group of one" in seen["log"][0][1]
     assert "the one rank scores every row" in seen["log"][1][1]
     assert seen["rows"] == [FORWARDS * BATCH * ROWS] * LAYERS
     (off,) = megatron_ranks(observe, 1, tp=1, env=OFF)
-    assert [level for level, _ in off["log"]] == ["INFO"]
+    assert [level for level, _ in off["log"]] == ["INFO", "INFO"]
     assert all(torch.equal(*pair) for pair in zip(seen["selections"], off["selections"], strict=True))
 
 
@@ -208,12 +211,12 @@ def attempt(fault: str) -> tuple[str, list[str]]:
     overrides: dict[str, Any] = {"num_layers": 1}
     if fault == "topk" and rank == 1:
         overrides["dsa_indexer_topk"] = 2 * TOPK
+    if fault == "tail" and rank == 1:
+        overrides["dsa_indexer_kpool_always_select_tail"] = False
     if fault == "bits" and rank == 1:
-        vars(attention).update(tile_fingerprint=lambda *_args: 0)
-    if fault == "keys" and rank == 1:
-        vars(attention).update(key_fingerprint=lambda *_args: 0)
+        TorchBackend.fingerprint = staticmethod(lambda *_args: "other bits")
     if fault == "tile" and rank == 1:
-        vars(attention).update(tile_fingerprint=refuse)
+        TorchBackend.fingerprint = staticmethod(refuse)
     if fault == "later":
         # Both ranks have agreed on both settings; then one changes.
         for word in ("0", "1"):
@@ -240,8 +243,8 @@ def attempt(fault: str) -> tuple[str, list[str]]:
 
 WORD = {PARTITION_VARIABLE: "sideways"}
 DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
-    ("word on one rank", [ON, WORD], [f"rank 1: {PARTITION_VARIABLE}='sideways' is refused", "accepted: unset"]),
-    ("word on all ranks", [WORD, WORD], [f"rank {r}: {PARTITION_VARIABLE}='sideways' is refused" for r in (0, 1)]),
+    ("word on one rank", [ON, WORD], [f"rank 1: {PARTITION_VARIABLE} is 'sideways'; accepted are unset"]),
+    ("word on all ranks", [WORD, WORD], [f"rank {r}: {PARTITION_VARIABLE} is 'sideways'" for r in (0, 1)]),
     (
         "set on some ranks",
         [ON, {PARTITION_VARIABLE: None}, ON],
@@ -258,10 +261,20 @@ DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
         [f"{SCORE_BYTES_VARIABLE} differs", f"'{64 << 20}' on ranks [0]", f"'{32 << 20}' on ranks [1]"],
     ),
     ("attend bytes", [{}, {ATTEND_BYTES_VARIABLE: "1GiB"}], [f"{ATTEND_BYTES_VARIABLE} differs", "on ranks [1]"]),
-    ("bad bytes", [{}, {SCORE_BYTES_VARIABLE: "many"}], [f"rank 1: {SCORE_BYTES_VARIABLE}='many' is refused"]),
-    ("topk", [ON, ON], ["indexer differs", f"top {TOPK}", f"top {2 * TOPK}"]),
-    ("bits", [OFF, OFF], ["scores differs", "bits 00000000' on ranks [1]"]),
-    ("keys", [OFF, OFF], ["pool keys differs", "bits 00000000' on ranks [1]"]),
+    ("bad bytes", [{}, {SCORE_BYTES_VARIABLE: "many"}], [f"rank 1: {SCORE_BYTES_VARIABLE} is 'many'"]),
+    ("topk", [ON, ON], [f"dsa_indexer_topk differs over the group: '{TOPK}' on ranks [0], '{2 * TOPK}' on ranks [1]"]),
+    ("tail", [ON, ON], ["dsa_indexer_kpool_always_select_tail differs", "'True' on ranks [0], 'False' on ranks [1]"]),
+    ("bits", [OFF, OFF], ["backend differs", "'torch, other bits' on ranks [1]"]),
+    (
+        "few attend bytes",
+        [ON, {**ON, ATTEND_BYTES_VARIABLE: "1KiB"}],
+        [f"rank 1: {ATTEND_BYTES_VARIABLE} is 1024; accepted for this geometry is ", " or more"],
+    ),
+    (
+        "few score bytes",
+        [ON, {**ON, SCORE_BYTES_VARIABLE: "1KiB"}],
+        [f"rank 1: {SCORE_BYTES_VARIABLE} is 1024; accepted for this geometry is ", " or more"],
+    ),
     ("tile", [OFF, OFF], ["rank 1: a score depends on its place in the tile"]),
     ("later", [OFF, OFF], [f"{PARTITION_VARIABLE} differs", "'off' on ranks [0], 'contiguous' on ranks [1]"]),
 ]
@@ -286,7 +299,7 @@ def test_an_unknown_word_raises_while_building_in_a_group_of_one() -> None:
     assert one == ("ran", [])
     where, (message,) = other
     assert where == "building"
-    for part in (PARTITION_VARIABLE, "sideways", "accepted: unset"):
+    for part in (PARTITION_VARIABLE, "sideways", "accepted are unset"):
         assert part in message
 
 
