@@ -93,13 +93,13 @@ def test_projections_are_those_of_the_reference(rows: int, batch: int, scale: fl
         out = ours(x, qr)
     finally:
         vars(indexer).update(_GATE_ROWS=1024)
-    assert torch.equal(out.q_SBHD, theirs.wq_b(qr).unflatten(-1, (HEADS, DIM)))
+    assert torch.equal(out.q_LBHD, theirs.wq_b(qr).unflatten(-1, (HEADS, DIM)))
     # At 1e-4 the variance of the keys is that of the epsilon: another one, or an RMSNorm, is far off.
-    assert torch.equal(out.key_SBD, theirs.k_norm(theirs.wk(x)))
-    assert torch.equal(out.gate_SBD, F.linear(x, theirs.index_kpool_compress_gate))
+    assert torch.equal(out.key_LBD, theirs.k_norm(theirs.wk(x)))
+    assert torch.equal(out.gate_LBD, F.linear(x, theirs.index_kpool_compress_gate))
     weights = theirs.weights_proj(x).float() * (HEADS**-0.5 * DIM**-0.5)
     # A product over a block of rows rounds otherwise than over all of them: sums of 48 products of size `scale`.
-    torch.testing.assert_close(out.weights_SBH, weights, rtol=1e-5, atol=1e-6 * scale)
+    torch.testing.assert_close(out.weights_LBH, weights, rtol=1e-5, atol=1e-6 * scale)
     assert [tuple(part.shape) for part in out] == [
         (rows, batch, HEADS, DIM),
         (rows, batch, HEADS),
@@ -115,7 +115,7 @@ def test_the_key_norm_is_a_layer_norm_whose_epsilon_matters() -> None:
     x = 1e-4 * draw(4, 9, 2, HIDDEN)
     key = module.linear_wk(x)
     assert key.var(-1).max() < 1e-5
-    out = module(x, draw(5, 9, 2, RANK)).key_SBD
+    out = module(x, draw(5, 9, 2, RANK)).key_LBD
     weight, bias = module.k_norm.weight, module.k_norm.bias
     assert torch.equal(out, F.layer_norm(key, (DIM,), weight, bias, eps=1e-6))
     assert (out - F.layer_norm(key, (DIM,), weight, bias, eps=1e-5)).abs().max() > 0.1
@@ -130,18 +130,18 @@ def test_the_head_gate_is_an_fp32_product_in_a_bf16_model() -> None:
     x, qr = draw(8, 33, 2, HIDDEN).bfloat16(), draw(9, 33, 2, RANK).bfloat16()
     out = module(x, qr)
     wide = F.linear(x.float(), module.linear_weights_proj.weight.float())
-    assert out.weights_SBH.dtype is torch.float32
-    assert torch.equal(out.weights_SBH, wide * (HEADS**-0.5 * DIM**-0.5))
+    assert out.weights_LBH.dtype is torch.float32
+    assert torch.equal(out.weights_LBH, wide * (HEADS**-0.5 * DIM**-0.5))
     narrow = F.linear(x, module.linear_weights_proj.weight).float()
     assert (wide != narrow).float().mean() > 0.9
-    assert {part.dtype for part in (out.q_SBHD, out.key_SBD, out.gate_SBD)} == {torch.bfloat16}
+    assert {part.dtype for part in (out.q_LBHD, out.key_LBD, out.gate_LBD)} == {torch.bfloat16}
     try:
         torch.set_float32_matmul_precision("medium")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             lowered = module(x, qr)
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert torch.equal(lowered.weights_SBH, out.weights_SBH)
+    assert torch.equal(lowered.weights_LBH, out.weights_LBH)
 
 
 @pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, nn.Module.float])
