@@ -105,7 +105,9 @@ def test_projections_are_those_of_the_reference(rows: int, batch: int, scale: fl
         (rows, batch, HEADS),
         (rows, batch, DIM),
         (rows, batch, DIM),
+        (POOL, DIM),
     ]
+    assert out.ape_JD is ours.index_kpool_compress_ape
     assert all(part.dtype is torch.float32 and not part.requires_grad for part in out)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RanksFailed, megatron_ranks, run_ranks
-from mcore_dsa.patches import MissingSymbolError, apply_patches, cpu, rotary
+from mcore_dsa.patches import MissingSymbolError, apply_patches, cpu, recompute, rotary
 from tiny_megatron import ROWS, VOCAB, Trainer, config, gpt, tokens
 
 from mcore_dsa import patches
