@@ -26,7 +26,7 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     Raises: ValueError for a dtype other than BF16, F32 and F8_E4M3, and for a file that is not as its header was read.
     """
     if stored.dtype not in DTYPES:
-        raise ValueError(f"dtype is {stored.dtype}; accepted are {', '.join(DTYPES)}")
+        raise ValueError(f"{stored.file.name} holds {stored.dtype}; accepted are {', '.join(DTYPES)}")
     return copied(mapped(stored), DTYPES[stored.dtype]).view(stored.shape)
 
 
