@@ -74,7 +74,7 @@ class StoredTensor(NamedTuple):
 class Header(NamedTuple):
     """What a file's header says."""
 
-    tensors: dict[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
 
 

@@ -38,7 +38,7 @@ def three_files(tmp_path: Path) -> Path:
 
 
 def dsa_tensors_of(folder: Path, file: str) -> list[str]:
-    """The DSA tensors that the index places in ``file``."""
+    """The DSA tensors that the index places in `file`."""
     names = [name for name, place in read_index(folder).items() if place == file and ".self_attn." in name]
     return [name for name in names if "layers.0." not in name]
 
