@@ -66,11 +66,21 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     path.touch()
     mode = path.stat().st_mode & 0o777
     try:
-        save_file(dict(tensors), path, metadata=dict(metadata))
+        save_file(dict(_apart(tensors)), path, metadata=dict(metadata))
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     # The library leaves what it writes to its owner alone.
     path.chmod(mode)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What the library accepts: contiguous, and no two in one storage."""
+    storages = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        storage = whole.untyped_storage().data_ptr()
+        yield name, whole.clone() if storage in storages else whole
+        storages.add(storage)
 
 
 @contextmanager

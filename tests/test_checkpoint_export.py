@@ -3,6 +3,7 @@
 import errno
 import filecmp
 import json
+import math
 import os
 import resource
 import stat
@@ -18,15 +19,18 @@ from hf_checkpoints import (
     FP8_WEIGHTS,
     MTP_LAYER,
     PREFIX,
+    TINY,
     bits,
     checkpoint_tensors,
     dequantised,
     full,
+    layer_shapes,
     merged,
     saved,
     tiny_config,
     write_checkpoint,
 )
+from torch import Tensor
 
 from mcore_dsa.binding import DsaStorage, verify
 from mcore_dsa.checkpoint import LayerTensor, export_attention, write_attention
@@ -96,6 +100,21 @@ def test_a_new_checkpoint_of_attention_alone(tmp_path: Path, storage: DsaStorage
     assert "quantization_config" not in config
     index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(stored.stop - stored.start for stored in written.tensors.values())
+
+
+def test_views_of_one_storage_are_written_as_what_they_show(tmp_path: Path) -> None:
+    shared = torch.randn(400_000).bfloat16()
+    right: dict[tuple[int, str], Tensor] = {}
+    for layer in DSA_LAYERS:
+        for name, shape in layer_shapes(TINY).items():
+            elements = math.prod(shape)
+            view = shared[layer : layer + elements]
+            right[layer, name] = view.view(shape[::-1]).T if len(shape) == 2 else view
+    given = ((layer, name, tensor) for (layer, name), tensor in right.items())
+    write_attention(given, tmp_path / "target", config=tiny_config())
+    written = verify(tmp_path / "target")
+    for layer, name, tensor in merged(written, 1, DSA_LAYERS):
+        assert torch.equal(tensor.bfloat16(), right[layer, name])
 
 
 def changed(tensors: Iterator[LayerTensor], change: Mapping[str, Any]) -> Iterator[LayerTensor]:

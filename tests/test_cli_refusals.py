@@ -3,9 +3,16 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import hf_checkpoints
 import pytest
 from command_line import command, tiny_checkpoint
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from mcore_dsa.binding import DsaStorage
 
 FLASH = str(Path(__file__).parents[1] / "configs" / "glm-5.3-flash.json")
 
@@ -180,3 +187,49 @@ def test_a_missing_library_is_named_with_what_brings_it(
     assert err == f"mcore-dsa: error: {error}\n"
     status, out, err = command(*(str(word).replace("{checkpoint}", str(checkpoint)) for word in words), "--json")
     assert (status, json.loads(out), err) == (2, {"ok": False, "error": error}, "")
+
+
+HOSTILE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from([10**12, 10**39, -1, 128, [[]]]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    *hf_checkpoints.TINY,
+    *("text_config", "quantization_config", "dtype", "torch_dtype"),
+    *("quant_method", "weight_block_size", "quant_algo"),
+]
+
+
+@hypothesis_settings(max_examples=300)
+@given(
+    changes=st.dictionaries(st.sampled_from(FIELDS), HOSTILE, max_size=4),
+    nested=st.booleans(),
+    quantization=st.booleans(),
+)
+def test_no_configuration_ends_in_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], nested: bool, quantization: bool
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "hostile"
+    if not folder.exists():
+        tiny_checkpoint(folder)
+    config: dict[str, Any] = {**hf_checkpoints.TINY, **changes}
+    if quantization:
+        config["quantization_config"] = {
+            **hf_checkpoints.QUANTIZATION[DsaStorage.FP8]["quantization_config"],
+            **changes,
+        }
+    file = folder / "hostile.json"
+    file.write_text(json.dumps({"text_config": config, **changes} if nested else config))
+    for words in (
+        ["verify", folder / "checkpoint", "--config", file],
+        ["plan", "--config", file, "--tp", 1, "--seq", 8],
+    ):
+        status, out, err = command(*words, "--json")
+        assert (status in (0, 1, 2), err) == (True, "")
+        assert json.loads(out)
