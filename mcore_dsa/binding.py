@@ -57,7 +57,7 @@ _TELLING = MEGATRON_NAMES.keys() - {"o_proj.weight"}
 _OF_A_FILE = (FaultKind.TRUNCATED, FaultKind.UNREADABLE, FaultKind.MISSING_FILE)
 # Quantisers whose configuration may say NVFP4, and the fields that say it. None is ModelOpt's before it named itself.
 _NVFP4_METHODS = (None, "modelopt", "modelopt_fp4", "modelopt_mixed", "compressed-tensors")
-_NVFP4_FIELDS = ("quant_algo", "quantization", "quantized_layers", "format", "config_groups")
+_NVFP4_FIELDS = ("quant_algo", "quantized_layers", "format", "config_groups")
 
 _NAME = re.compile(r"(?P<prefix>(?:.+\.)?)layers\.(?P<layer>0|[1-9][0-9]{0,8})\.self_attn\.(?P<name>.+)")
 
@@ -192,7 +192,10 @@ def verify(
     listing = list_tensors(path)
     read = read_hf_config((path if path.is_dir() else path.parent) if config is None else config)
     geometry = DsaGeometry.from_config(read)
-    storage = _storage(read) if storage is None else DsaStorage(storage)
+    storage = _storage(read) if storage is None else storage
+    if storage not in tuple(DsaStorage):
+        raise ValueError(f"storage is {shown(storage)}; accepted are {', '.join(DsaStorage)}")
+    storage = DsaStorage(storage)
     names, prefix, faults = _attention_names(listing)
     end = geometry.num_hidden_layers + geometry.num_nextn_predict_layers
     mtp_layers = tuple(layer for layer in range(geometry.num_hidden_layers, end) if layer in names)
@@ -246,7 +249,9 @@ def _quantized_storage(said: object) -> DsaStorage:
     method = told.get("quant_method")
     if method == "fp8" and told.get("weight_block_size") in ([FP8_BLOCK] * 2, (FP8_BLOCK,) * 2):
         return DsaStorage.FP8
-    if method in _NVFP4_METHODS and "nvfp4" in str([told.get(name) for name in _NVFP4_FIELDS]).lower():
+    inner = told.get("quantization")
+    fields = inner if isinstance(inner, Mapping) else told
+    if method in _NVFP4_METHODS and "nvfp4" in str([fields.get(name) for name in _NVFP4_FIELDS]).lower():
         return DsaStorage.NVFP4
     fp8 = f"quant_method 'fp8' with weight_block_size {[FP8_BLOCK] * 2}"
     nvfp4 = f"NVFP4 of quant_method {', '.join(repr(name) for name in _NVFP4_METHODS if name)}"

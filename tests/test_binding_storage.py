@@ -29,6 +29,9 @@ BF16, FP8 = DsaStorage.BF16, DsaStorage.FP8
 def test_the_configuration_says_how_attention_is_stored_unless_the_caller_does(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config(FP8), FP8))
     assert not verify(tmp_path, storage=FP8).faults
+    assert verify(tmp_path, storage="FP8").storage is FP8  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="storage is 'fp8'; accepted are BF16, F32, FP8, NVFP4"):
+        verify(tmp_path, storage="fp8")  # type: ignore[arg-type]
     assert not verify(tmp_path, tiny_config(FP8)).faults
     wrong = faults_of(verify(tmp_path))
     assert (FaultKind.DTYPE, full("o_proj.weight")) in wrong
@@ -75,6 +78,7 @@ def test_how_attention_is_stored_is_read_from_any_level(
         {"quant_method": "gptq"},
         {"quant_method": "gptq", "dataset": "nvfp4", "quant_algo": "NVFP4"},
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["nvfp4"]},
+        {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4", "exclude_modules": ["nvfp4"]}},
         {"quant_method": "fp8"},
         {"quant_method": "fp8", "weight_block_size": 128},
         {"quant_method": "fp8", "weight_block_size": [64, 64]},

@@ -41,6 +41,9 @@ def parse(words: Sequence[str]) -> Callable[[], Outcome]:
         options = vars(parser.parse_args(list(words[len(name.split()) :])))
     except ArgumentError as error:
         raise CommandLineError(str(error), parser.format_usage()) from error
+    # Some versions of argparse find a command behind "--", where this parser only lists it.
+    if "json" not in options:
+        raise CommandLineError(f"{shown(list(words))} begins with no command", parser.format_usage())
     del options["json"]
     return partial(_command(name), **options)
 
