@@ -1,6 +1,6 @@
 """GLM-5.3-Flash's DeepSeek Sparse Attention for Megatron-Core, its indexer sharded over tensor parallelism.
 
-Importing this package needs torch alone; `mcore_dsa.megatron` needs megatron-core.
+Importing this package needs torch alone, and only once a name is asked for; `mcore_dsa.megatron` needs megatron-core.
 
 Letters of shapes, one meaning each in the whole package; a suffix as in `q_SBHD` names a tensor's dimensions:
 
@@ -14,12 +14,16 @@ Letters of shapes, one meaning each in the whole package; a suffix as in `q_SBHD
     x any leading dimensions            1 one
 """
 
-from mcore_dsa.functions import compress_keys, select_pools, sparse_attention
-from mcore_dsa.fused import fused_qk_topk_kpool
-from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.kpool import PoolLayout, expand_selection
-from mcore_dsa.sharded import select_pools_sharded
-from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcore_dsa.functions import compress_keys, select_pools, sparse_attention
+    from mcore_dsa.fused import fused_qk_topk_kpool
+    from mcore_dsa.geometry import DsaGeometry
+    from mcore_dsa.kpool import PoolLayout, expand_selection
+    from mcore_dsa.sharded import select_pools_sharded
+    from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
 __version__ = "0.1.0"
 
@@ -36,3 +40,29 @@ __all__ = [
     "select_pools_sharded",
     "sparse_attention",
 ]
+
+_HOMES = {
+    "DsaGeometry": "geometry",
+    "DsaShard": "tp_plan",
+    "DsaTensorPlan": "tp_plan",
+    "DsaTpPlan": "tp_plan",
+    "PoolLayout": "kpool",
+    "compress_keys": "functions",
+    "expand_selection": "kpool",
+    "fused_qk_topk_kpool": "fused",
+    "select_pools": "functions",
+    "select_pools_sharded": "sharded",
+    "sparse_attention": "functions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes a second to import, which the command line's help and its verifier do without.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,23 +1,30 @@
 """The shape of one DSA layer, read from a checkpoint's configuration and never defaulted.
 
-A default is how a shape goes wrong without a word: the model class in transformers defaults ``index_kpool`` to 16 where
+A default is how a shape goes wrong without a word: the model class in transformers defaults `index_kpool` to 16 where
 the published checkpoint says 4, and either one runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Self
+
+from mcore_dsa.hf_config import HfConfig, read_hf_config, shown
+
+# Of a whole configuration, and of its text_config.
+MODEL_TYPES = ("glm5_next", "glm5_next_text")
 
 # transformers renames the checkpoint's own word (the first) when it loads a configuration.
 DSA_LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
 OTHER_LAYER_TYPES = ("linear_attention",)
+
+# Ids of tokens and pools are int32.
+_SIZE_LIMIT = 2**31
+# Each is a layer to look for. The published model has one.
+_MOST_BLOCKS = 1000
 
 
 def _is_int(value: object) -> bool:
@@ -29,41 +36,42 @@ def _is_positive_float(value: object) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return _is_int(value) and value > 0
+    return _is_int(value) and 0 < value < _SIZE_LIMIT
 
 
 def _is_count(value: Any) -> bool:
-    return _is_int(value) and value >= 0
+    return _is_int(value) and 0 <= value <= _MOST_BLOCKS
 
 
 def _is_layer_list(value: object) -> bool:
-    if not isinstance(value, tuple) or not value or not all(map(_is_count, value)):
+    if not isinstance(value, tuple) or not value or not all(_is_int(layer) and layer >= 0 for layer in value):
         return False
     return all(left < right for left, right in pairwise(value))
 
 
+_SIZE = "an integer >= 1, below 2**31"
 # What a field accepts, and how to say so.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "hidden_size": (_is_size, "a positive integer"),
-    "num_hidden_layers": (_is_size, "a positive integer"),
-    "num_attention_heads": (_is_size, "a positive integer"),
-    "q_lora_rank": (_is_size, "a positive integer"),
-    "kv_lora_rank": (_is_size, "a positive integer"),
-    "qk_nope_head_dim": (_is_size, "a positive integer"),
+    "hidden_size": (_is_size, _SIZE),
+    "num_hidden_layers": (_is_size, _SIZE),
+    "num_attention_heads": (_is_size, _SIZE),
+    "q_lora_rank": (_is_size, _SIZE),
+    "kv_lora_rank": (_is_size, _SIZE),
+    "qk_nope_head_dim": (_is_size, _SIZE),
     "qk_rope_head_dim": (
         lambda value: _is_int(value) and value == 0,
-        "0, because these layers are NoPE: no rotary channel exists in any of their tensors",
+        "0: these layers are NoPE, and no rotary channel exists in any of their tensors",
     ),
-    "v_head_dim": (_is_size, "a positive integer"),
-    "rms_norm_eps": (_is_positive_float, "a positive float"),
-    "index_n_heads": (_is_size, "a positive integer"),
-    "index_head_dim": (_is_size, "a positive integer"),
-    "index_topk": (_is_size, "a positive integer"),
-    "index_kpool": (_is_size, "a positive integer"),
+    "v_head_dim": (_is_size, _SIZE),
+    "rms_norm_eps": (_is_positive_float, "a finite float > 0"),
+    "index_n_heads": (_is_size, _SIZE),
+    "index_head_dim": (_is_size, _SIZE),
+    "index_topk": (_is_size, _SIZE),
+    "index_kpool": (_is_size, _SIZE),
     "index_kpool_always_select_tail": (lambda value: isinstance(value, bool), "a bool"),
-    "max_position_embeddings": (_is_size, "a positive integer"),
+    "max_position_embeddings": (_is_size, _SIZE),
     "dsa_layers": (_is_layer_list, "a non-empty, ascending tuple of layer numbers"),
-    "num_nextn_predict_layers": (_is_count, "an integer of at least 0"),
+    "num_nextn_predict_layers": (_is_count, f"an integer >= 0, at most {_MOST_BLOCKS}"),
 }
 
 
@@ -71,7 +79,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 class DsaGeometry:
     """Sizes of a DSA layer under the names the checkpoint's configuration gives them.
 
-    Build it with :meth:`from_config`. Direct construction and ``dataclasses.replace`` run the same checks.
+    Build it with `from_config`. Direct construction and `dataclasses.replace` run the same checks.
 
     Attributes:
         hidden_size: channels of a hidden row.
@@ -92,8 +100,7 @@ class DsaGeometry:
         dsa_layers: zero-based numbers of the DSA layers, ascending.
         num_nextn_predict_layers: multi-token-prediction blocks behind the last layer, each with a DSA layer.
 
-    Raises:
-        ValueError: naming every field that is ill-typed, out of range or at odds with another.
+    Raises: ValueError naming every field that is ill-typed, out of range or at odds with another.
     """
 
     hidden_size: int
@@ -122,31 +129,28 @@ class DsaGeometry:
         """Read the geometry from a model configuration.
 
         Args:
-            config: a mapping, the path of a ``config.json`` or of the directory that holds it, or a transformers
-                configuration object. The fields are looked up in its ``text_config`` if it has one (multimodal
+            config: a mapping, the path of a `config.json` or of the folder that holds it, or a transformers
+                configuration object. The fields are looked up in its `text_config` if it has one (multimodal
                 checkpoints nest them there), else at the top level (text-only checkpoints).
 
-        Every field of the class is required, ``dsa_layers`` coming from ``layer_types``, as is ``indexer_types``. The
-        exception is ``num_nextn_predict_layers``: text-only configurations drop it together with the
-        multi-token-prediction weights, so absence means that there are none and reads as 0.
+        Every field of the class is required, `dsa_layers` coming from `layer_types`, as is `indexer_types`. The
+        exception is `num_nextn_predict_layers`: some configurations count these blocks outside of `text_config`, and
+        text-only ones drop them with their weights. Where neither level counts them there are none.
 
-        Raises:
-            TypeError: ``config`` is none of the above.
-            OSError: the path cannot be read.
-            ValueError: the file is not a JSON object, or one or more fields are missing, ill-typed or unsupported; all
-                of them are named at once.
+        Raises: TypeError for a `config` that is none of the above; OSError for a path that cannot be read; ValueError
+            for a file that is not a JSON object, and for fields that are missing, ill-typed or unsupported, all of
+            them named at once.
         """
-        source, text = _text_config(config)
-        names = [name for name in _RULES if name != "dsa_layers"]
-        values = {"num_nextn_predict_layers": 0} | {name: text[name] for name in names if name in text}
-        required = (*names, "layer_types", "indexer_types")
-        faults = [f"{name} is missing" for name in required if name not in text and name not in values]
+        read = read_hf_config(config)
+        text = {"num_nextn_predict_layers": read.top.get("num_nextn_predict_layers", 0), **read.text}
+        values = {name: text[name] for name in _RULES if name != "dsa_layers" and name in text}
+        faults = _missing_faults(text)
         faults += _field_faults(values)
         if "layer_types" in text:
             faults += _layer_type_faults(text["layer_types"], values)
         if "indexer_types" in text:
             faults += _indexer_type_faults(text["indexer_types"], values)
-        _raise_faults(source, faults)
+        _raise_faults(read.source, [*_model_type_faults(read), *faults] if faults else [])
         dsa_layers = tuple(number for number, kind in enumerate(text["layer_types"]) if kind in DSA_LAYER_TYPES)
         return cls(**values, dsa_layers=dsa_layers)
 
@@ -176,50 +180,38 @@ def _raise_faults(source: str, faults: Sequence[str]) -> None:
         raise ValueError(f"{source} is no usable DSA geometry:" + "".join(f"\n  - {fault}" for fault in faults))
 
 
-def _text_config(config: object) -> tuple[str, Mapping[str, Any]]:
-    """The name to report ``config`` under, and its text part as a mapping."""
-    if isinstance(config, str | os.PathLike):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        source, top = str(path), _read_json_object(path)
-    else:
-        source, top = "config", _as_mapping("config", config)
-    if "text_config" in top:
-        return f"text_config of {source}", _as_mapping("text_config", top["text_config"])
-    return source, top
+def _model_type_faults(read: HfConfig) -> list[str]:
+    """What another model's configuration is; asked only where something else is wrong, for names may be changed."""
+    name = next((part["model_type"] for part in (read.text, read.top) if part.get("model_type") is not None), None)
+    if name is None or name in MODEL_TYPES:
+        return []
+    whole, nested = MODEL_TYPES
+    return [f"model_type is {shown(name)}; accepted are {whole!r} and, of its text_config, {nested!r}"]
 
 
-def _read_json_object(path: Path) -> Mapping[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config: {path} does not hold JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"config: {path} must hold a JSON object, got {type(loaded).__name__}")
-    return loaded
-
-
-def _as_mapping(name: str, value: object) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
-    to_dict = getattr(value, "to_dict", None)
-    if callable(to_dict):
-        converted = to_dict()
-        if isinstance(converted, Mapping):
-            return converted
-    accepted = "a mapping or a configuration object with to_dict()" + (", or a path" if name == "config" else "")
-    raise TypeError(f"{name} must be {accepted}, got {value!r}")
+def _missing_faults(text: Mapping[str, Any]) -> list[str]:
+    accepted = {name: rule[1] for name, rule in _RULES.items() if name != "dsa_layers"}
+    accepted |= dict.fromkeys(("layer_types", "indexer_types"), "a list of strings")
+    return [f"{name} is missing; accepted is {what}" for name, what in accepted.items() if name not in text]
 
 
 def _field_faults(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the fields that ``values`` holds; a field that is absent is not looked at."""
+    """What is wrong with the fields that `values` holds; a field that is absent is not looked at."""
     valid = {name: value for name, value in values.items() if _RULES[name][0](value)}
-    faults = [f"{name} must be {_RULES[name][1]}, got {value!r}" for name, value in values.items() if name not in valid]
+    faults = [
+        f"{name} is {shown(value)}; accepted is {_RULES[name][1]}"
+        for name, value in values.items()
+        if name not in valid
+    ]
     if {"index_topk", "index_kpool"} <= valid.keys() and valid["index_topk"] % valid["index_kpool"]:
-        faults.append(f"index_topk must be a multiple of index_kpool={valid['index_kpool']}, got {valid['index_topk']}")
+        faults.append(
+            f"index_topk is {valid['index_topk']}; accepted is a multiple of index_kpool={valid['index_kpool']}"
+        )
     if {"dsa_layers", "num_hidden_layers"} <= valid.keys() and valid["dsa_layers"][-1] >= valid["num_hidden_layers"]:
         layers = valid["num_hidden_layers"]
-        faults.append(f"dsa_layers must lie below num_hidden_layers={layers}, got {valid['dsa_layers']!r}")
+        faults.append(
+            f"dsa_layers is {shown(valid['dsa_layers'])}; accepted are numbers below num_hidden_layers={layers}"
+        )
     return faults
 
 
@@ -229,32 +221,32 @@ def _is_string_list(value: object) -> bool:
 
 def _layer_type_faults(layer_types: Any, values: Mapping[str, Any]) -> list[str]:
     if not _is_string_list(layer_types):
-        return [f"layer_types must be a list of strings, got {layer_types!r}"]
+        return [f"layer_types is {shown(layer_types)}; accepted is a list of strings"]
     layers = values.get("num_hidden_layers")
     faults = []
     if _is_size(layers) and len(layer_types) != layers:
-        faults.append(f"layer_types must have num_hidden_layers={layers} entries, got {len(layer_types)}")
+        faults.append(f"layer_types has {len(layer_types)} entries; accepted are num_hidden_layers={layers}")
     known = (*DSA_LAYER_TYPES, *OTHER_LAYER_TYPES)
     faults += [
-        f"layer_types[{number}] must be one of {', '.join(known)}, got {kind!r}"
+        f"layer_types[{number}] is {shown(kind)}; accepted are {', '.join(known)}"
         for number, kind in enumerate(layer_types)
         if kind not in known
     ]
     if not set(DSA_LAYER_TYPES) & set(layer_types):
-        faults.append(f"layer_types must name a DSA layer ({' or '.join(DSA_LAYER_TYPES)}), got none")
+        faults.append(f"layer_types has no DSA layer; accepted is a list with {' or '.join(DSA_LAYER_TYPES)} in it")
     return faults
 
 
 def _indexer_type_faults(indexer_types: Any, values: Mapping[str, Any]) -> list[str]:
     if not _is_string_list(indexer_types):
-        return [f"indexer_types must be a list of strings, got {indexer_types!r}"]
+        return [f"indexer_types is {shown(indexer_types)}; accepted is a list of strings"]
     layers, blocks = values.get("num_hidden_layers"), values["num_nextn_predict_layers"]
     faults = []
     if _is_size(layers) and _is_count(blocks) and len(indexer_types) not in (layers, layers + blocks):
-        accepted = f"num_hidden_layers={layers} entries, or {layers + blocks} with the multi-token-prediction blocks"
-        faults.append(f"indexer_types must have {accepted}, got {len(indexer_types)}")
+        accepted = f"num_hidden_layers={layers}, or {layers + blocks} with the multi-token-prediction blocks"
+        faults.append(f"indexer_types has {len(indexer_types)} entries; accepted are {accepted}")
     faults += [
-        f"indexer_types[{number}] must be 'full', because no layer reuses another one's selection, got {kind!r}"
+        f"indexer_types[{number}] is {shown(kind)}; accepted is 'full': no layer reuses another one's selection"
         for number, kind in enumerate(indexer_types)
         if kind != "full"
     ]

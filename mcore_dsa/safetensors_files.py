@@ -6,8 +6,6 @@ The library refuses a broken file as a whole; a verifier has to say which tensor
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +13,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from mcore_dsa.hf_config import LFS_HINT, LFS_POINTER, parse_json, shown
+
+# The one file of a checkpoint that is not divided, and the index of one that is.
+MODEL_FILE = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+MODEL_INDEX = f"model{INDEX_SUFFIX}"
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000  # bytes of JSON, the library's own limit
+_ELEMENT_LIMIT = 2**64  # the library's, met on the way to a product of 0 too
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "C64": 64} | {
     name: bits
     for bits, names in {
@@ -47,7 +51,7 @@ class FaultKind(StrEnum):
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong; ``tensor`` is a full name, or empty where a file as a whole is meant."""
+    """One thing that is wrong; `tensor` is a full name, or empty where a file as a whole is meant."""
 
     kind: FaultKind
     tensor: str
@@ -57,7 +61,7 @@ class Fault(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: bytes ``[start, stop)`` of ``file``, of which the first ``size`` exist."""
+    """Where a tensor lies: bytes `[start, stop)` of `file`, of which the first `size` exist."""
 
     file: Path
     dtype: str
@@ -65,6 +69,16 @@ class StoredTensor(NamedTuple):
     start: int
     stop: int
     size: int
+
+
+class Header(NamedTuple):
+    """What a file's header says."""
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+
+_NO_HEADER = Header({}, {})
 
 
 @dataclass(frozen=True)
@@ -85,11 +99,12 @@ class Listing:
 
 
 def list_tensors(path: Path) -> Listing:
-    """Read the headers of a ``.safetensors`` file, of the files of an index, or of all those in a folder.
+    """Read the headers of a `.safetensors` file, of the files of an index, or of those in a folder.
 
-    Raises:
-        OSError: ``path`` does not exist.
-        ValueError: it is none of the above.
+    A folder with neither index nor `model.safetensors` counts with all its files: with one of the two, as everybody
+    reads it, without what lies beside, such as a `consolidated.safetensors` of the same tensors.
+
+    Raises: OSError for a `path` that does not exist; ValueError for one that is none of the above.
     """
     path.stat()
     faults: list[Fault] = []
@@ -99,7 +114,7 @@ def list_tensors(path: Path) -> Listing:
         files = [path.parent / name if path.is_file() else path / name for name in sorted(set(index.values()))]
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for name, stored in read_header(file, faults).items():
+        for name, stored in read_header(file, faults).tensors.items():
             first = tensors.setdefault(name, stored)
             if first is not stored:
                 found = f"it is in {first.file.name} too"
@@ -114,87 +129,89 @@ def _locate(path: Path) -> tuple[Path | None, list[Path]]:
     if path.is_file() and path.suffix == ".safetensors":
         return None, [path]
     if not path.is_dir():
-        raise ValueError(f"path must be a .safetensors file, a *{INDEX_SUFFIX} or a folder, got {path}")
+        raise ValueError(f"path is {path}; accepted is a .safetensors file, a *{INDEX_SUFFIX} or a folder")
     names = sorted(child for child in path.iterdir() if not child.name.startswith("."))
-    indexes = [child for child in names if child.name.endswith(INDEX_SUFFIX)]
-    files = [child for child in names if child.suffix == ".safetensors"]
+    indexes = _preferred([child for child in names if child.name.endswith(INDEX_SUFFIX)], MODEL_INDEX)
+    files = _preferred([child for child in names if child.suffix == ".safetensors"], MODEL_FILE)
     if len(indexes) > 1:
-        raise ValueError(f"path must hold one index, got {', '.join(child.name for child in indexes)} in {path}")
+        found = ", ".join(child.name for child in indexes)
+        raise ValueError(f"path is {path}, with {found}; accepted is a folder with one index, or a {MODEL_INDEX}")
     if not indexes and not files:
-        raise ValueError(f"path must hold a .safetensors file or a *{INDEX_SUFFIX}, got {path} with neither")
+        raise ValueError(f"path is {path}; accepted is a folder with a .safetensors file or a *{INDEX_SUFFIX}")
     return (indexes[0] if indexes else None), files
 
 
+def _preferred(files: list[Path], name: str) -> list[Path]:
+    return [file for file in files if file.name == name] or files
+
+
 def _read_index(path: Path, faults: list[Fault]) -> dict[str, str]:
+    if not path.is_file():
+        faults.append(Fault(FaultKind.UNREADABLE, "", "a regular file", "none", path.name))
+        return {}
     try:
-        index = json.loads(path.read_bytes().decode(), object_pairs_hook=_unique)
+        index = parse_json(path.read_bytes())
     except ValueError as error:
         faults.append(Fault(FaultKind.UNREADABLE, "", "a JSON object", str(error), path.name))
         return {}
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        faults.append(Fault(FaultKind.UNREADABLE, "", "an object under weight_map", _short(weight_map), path.name))
+        faults.append(Fault(FaultKind.UNREADABLE, "", "an object under weight_map", shown(weight_map), path.name))
         return {}
     usable = {}
     for name, file in weight_map.items():
         if isinstance(file, str) and file == os.path.basename(file) and file not in ("", ".", ".."):
             usable[name] = file
         else:
-            faults.append(Fault(FaultKind.INDEX, name, "a file name beside the index", _short(file), path.name))
+            faults.append(Fault(FaultKind.INDEX, name, "a file name beside the index", shown(file), path.name))
     return usable
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen = dict(pairs)
-    if len(seen) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)} stands there twice")
-    return seen
+def read_header(file: Path, faults: list[Fault]) -> Header:
+    """The header of a file, as far as it is sound; what is wrong with the file is appended to `faults`."""
 
-
-def read_header(file: Path, faults: list[Fault]) -> dict[str, StoredTensor]:
-    """The tensors that a file's header names; what is wrong with the file is appended to ``faults``."""
-
-    def fault(kind: FaultKind, expected: str, found: str, tensor: str = "") -> None:
+    def fault(kind: FaultKind, expected: str, found: str, tensor: str = "") -> Header:
         faults.append(Fault(kind, tensor, expected, found, file.name))
+        return _NO_HEADER
 
     try:
+        # Opening a pipe would wait for whoever writes to it.
+        if file.exists() and not file.is_file():
+            return fault(FaultKind.UNREADABLE, "a regular file", "a folder" if file.is_dir() else "a pipe or a device")
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
-            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            first = stream.read(_LENGTH_BYTES)
+            length = int.from_bytes(first, "little")
             data = _LENGTH_BYTES + length
+            if LFS_POINTER.startswith(first) and len(first) == _LENGTH_BYTES:
+                return fault(FaultKind.UNREADABLE, "a safetensors file", LFS_HINT)
             if size < _LENGTH_BYTES or (data > size and length <= _HEADER_LIMIT):
-                fault(FaultKind.TRUNCATED, f"a header of {data} bytes", f"a file of {size} bytes")
-                return {}
+                return fault(FaultKind.TRUNCATED, f"a header of {data} bytes", f"a file of {size} bytes")
             if length > _HEADER_LIMIT:
-                fault(FaultKind.UNREADABLE, "a safetensors file", f"a header of {length} bytes")
-                return {}
-            header = json.loads(stream.read(length).decode(), object_pairs_hook=_unique)
+                return fault(FaultKind.UNREADABLE, "a safetensors file", f"a file that begins with {first!r}")
+            header = parse_json(stream.read(length), encoding="utf-8")
     except FileNotFoundError:
-        fault(FaultKind.MISSING_FILE, "a file", "none")
-        return {}
+        return fault(FaultKind.MISSING_FILE, "a file", "none")
     except OSError as error:
-        fault(FaultKind.UNREADABLE, "a readable file", error.strerror or str(error))
-        return {}
-    except (ValueError, RecursionError) as error:
-        fault(FaultKind.UNREADABLE, "a JSON header", str(error))
-        return {}
+        return fault(FaultKind.UNREADABLE, "a readable file", error.strerror or str(error))
+    except ValueError as error:
+        return fault(FaultKind.UNREADABLE, "a JSON header", str(error))
     if not isinstance(header, dict):
-        fault(FaultKind.UNREADABLE, "a JSON object as header", type(header).__name__)
-        return {}
+        return fault(FaultKind.UNREADABLE, "a JSON object as header", type(header).__name__)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        fault(FaultKind.UNREADABLE, "strings as metadata", _short(metadata))
+        fault(FaultKind.UNREADABLE, "strings as metadata", shown(metadata))
+        metadata = {}
     tensors = {}
     for name, entry in header.items():
         stored = _stored(file, entry, data, size)
         if stored is None:
-            fault(FaultKind.UNREADABLE, "dtype, shape and as many bytes", _short(entry), name)
+            fault(FaultKind.UNREADABLE, "dtype, shape and as many bytes", shown(entry), name)
         else:
             tensors[name] = stored
     if len(tensors) == len(header):
         faults.extend(_extent_faults(file, tensors, data, size))
-    return tensors
+    return Header(tensors, metadata)
 
 
 def _stored(file: Path, entry: Any, data: int, size: int) -> StoredTensor | None:
@@ -205,15 +222,15 @@ def _stored(file: Path, entry: Any, data: int, size: int) -> StoredTensor | None
     if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         return None
     start, stop = offsets
-    bits = math.prod(shape) * _BITS.get(dtype, 0)
-    if stop < start or (dtype in _BITS and bits != 8 * (stop - start)):
+    bits = _BITS.get(dtype)
+    elements = 1
+    for extent in shape:
+        elements *= extent
+        if elements >= _ELEMENT_LIMIT:
+            return None
+    if stop < start or (bits is not None and elements * bits != 8 * (stop - start)):
         return None
     return StoredTensor(file, dtype, tuple(shape), data + start, data + stop, size)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _are_counts(value: object) -> TypeGuard[list[int]]:
@@ -232,17 +249,3 @@ def _extent_faults(file: Path, tensors: Mapping[str, StoredTensor], data: int, s
         yield Fault(FaultKind.TRUNCATED, "", f"{end} bytes", f"{size} bytes", file.name)
     elif end < size:
         yield Fault(FaultKind.UNREADABLE, "", f"{end} bytes", f"{size} bytes", file.name)
-
-
-def header_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The beginning of a file that holds ``{name: (dtype, shape)}`` in this order, and each tensor's bytes in it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * _BITS[dtype] // 8
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    first = _LENGTH_BYTES + len(text)
-    ranges = {name: [first + offset for offset in header[name]["data_offsets"]] for name in tensors}
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {name: (a, b) for name, (a, b) in ranges.items()}

@@ -18,7 +18,7 @@ def command(*words: object) -> tuple[int, str, str]:
 
 
 def tiny_checkpoint(folder: Path) -> Path:
-    """Two DSA layers and a multi-token-prediction block in three files, at ``folder/checkpoint``."""
+    """Two DSA layers and a multi-token-prediction block in three files, at `folder/checkpoint`."""
     config = hf_checkpoints.tiny_config()
     tensors = hf_checkpoints.checkpoint_tensors(config)
     return hf_checkpoints.write_checkpoint(folder / "checkpoint", config, tensors, files=3)

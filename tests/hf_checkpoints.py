@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_dsa.binding import CheckpointBinding, DsaStorage, verify
-from mcore_dsa.checkpoint import load_attention
+from mcore_dsa.checkpoint import LayerTensor, load_attention, merge_attention
 from mcore_dsa.safetensors_files import FaultKind
 from mcore_dsa.tp_plan import DsaTpPlan
 
@@ -70,7 +70,7 @@ def tiny_config(storage: DsaStorage = DsaStorage.BF16, **changes: Any) -> dict[s
 
 
 def layer_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The 14 tensors under ``self_attn.``, in the order of the checkpoint."""
+    """The 14 tensors under `self_attn.`, in the order of the checkpoint."""
     hidden, heads, q_lora, kv_lora = (
         text[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
     )
@@ -95,7 +95,7 @@ def layer_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(text: Mapping[str, Any], storage: DsaStorage, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random tensors of one layer by their names under ``self_attn.``, block scales behind FP8 weights."""
+    """Random tensors of one layer by their names under `self_attn.`, block scales behind FP8 weights."""
     tensors = {}
     for name, shape in layer_shapes(text).items():
         values = torch.randn(shape, generator=generator)
@@ -130,7 +130,7 @@ def checkpoint_tensors(
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], files: int = 1) -> Path:
-    """One ``model.safetensors``, or ``files`` of them with an index and the tensors dealt out in turn."""
+    """One `model.safetensors`, or `files` of them with an index and the tensors dealt out in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -165,18 +165,53 @@ def faults_of(binding: CheckpointBinding) -> set[tuple[FaultKind, str]]:
 
 
 def refused(path: Path, faults: set[tuple[FaultKind, str]]) -> CheckpointBinding:
-    """Exactly these faults are reported, in text and in JSON, and nothing can be loaded."""
+    """Exactly these faults are reported, in text and in JSON, and what they concern cannot be loaded."""
     binding = verify(path)
     assert faults_of(binding) == faults
     report = json.loads(json.dumps(binding.to_dict()))
     assert report["ok"] is False
     assert {(fault["kind"], fault["tensor"]) for fault in report["faults"]} == {(str(k), name) for k, name in faults}
     with pytest.raises(ValueError, match="fault") as caught:
-        load_attention(binding, 1, DsaTpPlan(0, 1, binding.geometry))
+        binding.raise_faults()
     for kind, name in faults:
         assert kind in str(caught.value)
         assert name in str(caught.value)
+    plan = DsaTpPlan(0, 1, binding.geometry)
+    for layer in (*binding.layers, *binding.mtp_layers):
+        own = binding.faults_of((layer,))
+        assert {fault for fault in binding.faults if f".{layer}.self_attn." in fault.tensor} <= set(own)
+        if own:
+            with pytest.raises(ValueError, match=f"{len(own)} fault"):
+                load_attention(binding, layer, plan)
+        else:
+            assert len(load_attention(binding, layer, plan)) == 14
     return binding
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def saved(
+    folder: Path, storage: DsaStorage = DsaStorage.BF16, files: int = 3
+) -> tuple[CheckpointBinding, dict[str, Tensor]]:
+    config = tiny_config(storage)
+    tensors = checkpoint_tensors(config, storage)
+    binding = verify(write_checkpoint(folder, config, tensors, files))
+    assert not binding.faults
+    return binding, tensors
+
+
+def shards(binding: CheckpointBinding, layer: int, size: int) -> list[dict[str, Tensor]]:
+    return [load_attention(binding, layer, DsaTpPlan(rank, size, binding.geometry)) for rank in range(size)]
+
+
+def merged(
+    binding: CheckpointBinding, size: int, layers: tuple[int, ...] = (*DSA_LAYERS, MTP_LAYER)
+) -> Iterator[LayerTensor]:
+    for layer in layers:
+        for name, tensor in merge_attention(shards(binding, layer, size), binding.geometry):
+            yield layer, name, tensor
 
 
 def rounded_once(exact: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""What is wrong with files rather than tensors: cut, damaged, missing, at odds with their index."""
+"""What is wrong with files rather than tensors: cut, damaged, missing, no files at all, at odds with their index."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mcore_dsa import hf_config
 from mcore_dsa.binding import verify
 from mcore_dsa.safetensors_files import FaultKind
 
@@ -36,7 +38,7 @@ def three_files(tmp_path: Path) -> Path:
 
 
 def dsa_tensors_of(folder: Path, file: str) -> list[str]:
-    """The DSA tensors that the index places in ``file``."""
+    """The DSA tensors that the index places in `file`."""
     names = [name for name, place in read_index(folder).items() if place == file and ".self_attn." in name]
     return [name for name in names if "layers.0." not in name]
 
@@ -125,6 +127,8 @@ def rewritten(whole: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
         (lambda header: header[O_PROJ].update(shape=[168, 191]), O_PROJ),
         (lambda header: header[O_PROJ].update(shape=[168, -192]), O_PROJ),
         (lambda header: header[O_PROJ].pop("dtype"), O_PROJ),
+        (lambda header: header[O_PROJ].update(shape=[10**30, 0], data_offsets=[0, 0]), O_PROJ),
+        (lambda header: header[O_PROJ].update(shape=[2] * 100_000), O_PROJ),
         (lambda header: header.update({O_PROJ: 7}), O_PROJ),
         (lambda header: header.update(__metadata__={"format": 3}), ""),
     ],
@@ -135,6 +139,83 @@ def test_an_ill_formed_header_is_named(tmp_path: Path, change: Callable[[dict[st
     file.write_bytes(rewritten(file.read_bytes(), change))
     kinds = {kind for kind, name in faults_of(verify(tmp_path)) if name == tensor}
     assert FaultKind.UNREADABLE in kinds
+
+
+def pointer(size: int) -> bytes:
+    """What stands in the place of a file that Git LFS has not fetched."""
+    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize {size}\n".encode()
+
+
+@pytest.mark.parametrize("name", [SECOND, "model.safetensors.index.json"])
+def test_a_git_lfs_pointer_is_called_what_it_is(three_files: Path, name: str) -> None:
+    missing = dsa_tensors_of(three_files, SECOND) if name == SECOND else []
+    (three_files / name).write_bytes(pointer((three_files / name).stat().st_size))
+    binding = refused(three_files, {(FaultKind.UNREADABLE, ""), *((FaultKind.MISSING, tensor) for tensor in missing)})
+    (fault,) = (fault for fault in binding.faults if not fault.tensor)
+    assert fault.file == name
+    assert "a Git LFS pointer, not the file itself; git lfs pull fetches it" in fault.found
+
+
+def test_a_file_of_another_kind_is_told_by_its_first_bytes(three_files: Path) -> None:
+    (three_files / SECOND).write_bytes(b"<!DOCTYPE html><html>not found</html>")
+    (fault,) = (fault for fault in verify(three_files).faults if not fault.tensor)
+    assert (fault.kind, fault.found) == (FaultKind.UNREADABLE, "a file that begins with b'<!DOCTYP'")
+
+
+@pytest.mark.parametrize("name", [SECOND, "model.safetensors.index.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_a_pipe_is_not_waited_for(three_files: Path, name: str, make: Callable[[Path], None]) -> None:
+    missing = dsa_tensors_of(three_files, SECOND) if name == SECOND else []
+    (three_files / name).unlink()
+    make(three_files / name)
+    binding = refused(three_files, {(FaultKind.UNREADABLE, ""), *((FaultKind.MISSING, tensor) for tensor in missing)})
+    assert {fault.expected for fault in binding.faults if not fault.tensor} == {"a regular file"}
+
+
+def test_a_pipe_in_place_of_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    assert (FaultKind.UNREADABLE, "") in faults_of(verify(tmp_path))
+    with pytest.raises(ValueError, match=r"model\.safetensors; accepted is a \.safetensors file"):
+        verify(tmp_path / "model.safetensors")
+
+
+def test_a_consolidated_copy_is_not_read_beside_the_model(tmp_path: Path) -> None:
+    config = tiny_config()
+    write_checkpoint(tmp_path, config, checkpoint_tensors(config))
+    copy = tmp_path / "consolidated.safetensors"
+    save_file({**checkpoint_tensors(config, seed=1)}, copy)
+    binding = verify(tmp_path)
+    assert (binding.faults, binding.files) == ((), (tmp_path / "model.safetensors",))
+    # Where the model is divided its index counts, and not that of the copy.
+    write_checkpoint(tmp_path / "divided", config, checkpoint_tensors(config), files=3)
+    copy.rename(tmp_path / "divided" / copy.name)
+    (tmp_path / "divided" / "consolidated.safetensors.index.json").write_text("{}")
+    binding = verify(tmp_path / "divided")
+    assert (binding.faults, len(binding.files)) == ((), 3)
+    for file in binding.files:
+        file.unlink()
+    for index in (tmp_path / "divided").glob("*.index.json"):
+        index.unlink()
+    assert verify(tmp_path / "divided").files == (tmp_path / "divided" / copy.name,)
+
+
+class Counted(str):
+    """A name that counts how often it is compared."""
+
+    comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.comparisons += 1
+        return str.__eq__(self, str(other))
+
+
+def test_a_name_that_stands_twice_is_found_in_linear_time() -> None:
+    pairs = [(Counted(number), 0) for number in range(2000)] + [(Counted(1999), 1)]
+    with pytest.raises(ValueError, match="1999 stands there twice"):
+        hf_config._unique(pairs)
+    assert Counted.comparisons < 10 * len(pairs)
 
 
 def opens(file: Path) -> bool:
@@ -162,6 +243,15 @@ def test_a_tensor_that_a_header_names_twice_is_named(tmp_path: Path) -> None:
     binding = verify(tmp_path)
     assert faults_of(binding) == {(FaultKind.UNREADABLE, ""), (FaultKind.PREFIX, "")}
     assert f"{O_PROJ} stands there twice" in str(binding)
+
+
+def test_a_number_of_many_digits_in_a_header_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()))
+    file = tmp_path / "model.safetensors"
+    text = b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}'
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    (fault,) = (fault for fault in verify(tmp_path).faults if fault.kind is FaultKind.UNREADABLE)
+    assert fault.found == "a number of 5000 digits stands there; accepted are at most 40"
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,8 @@ def weights(geometry: DsaGeometry, dtype: torch.dtype, generator: torch.Generato
 def products(
     tensors: dict[str, Tensor], geometry: DsaGeometry, q: Tensor, c: Tensor, p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scores of query latents ``q [L]`` with key latents ``c [N, K]``, and the output of attention ``p [H, N]``, as the
-    layer has them: every head's keys and values are made."""
+    """Scores of query latents `q [Q]` with latents `c [T, C]`, and the output of attention `p [H, T]`, as the layer has
+    them: every head's keys and values are made."""
     heads = geometry.num_attention_heads
     up = (c @ tensors[KV].double().T).unflatten(-1, (heads, -1))
     keys, values = up.split([geometry.qk_nope_head_dim, geometry.v_head_dim], dim=-1)
@@ -87,7 +87,7 @@ def test_absorbed_integers_give_the_very_products(shape: tuple[int, int, int, in
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-24)])
 def test_the_one_rounding_is_the_only_error(dtype: torch.dtype, unit: float) -> None:
-    """An absorbed weight is off by at most half a unit in its last place, ``unit`` of it, so a product by at most that
+    """An absorbed weight is off by at most half a unit in its last place, `unit` of it, so a product by at most that
     share of the sum of its terms' magnitudes; 1% more, because these are taken from the rounded weights."""
     geometry = sized(4, 32, 24, 16, hidden=40, q_lora=48)
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +128,7 @@ def test_other_tensors_stay_and_misfits_are_refused() -> None:
     absorbed = absorb_up_projections({**tensors, "q_layernorm.weight": norm}, geometry)
     assert absorbed["q_layernorm.weight"] is norm
     assert absorbed.keys() == {"q_layernorm.weight", ABSORBED_Q, ABSORBED_OUT}
-    with pytest.raises(ValueError, match=f"missing: {KV}"):
+    with pytest.raises(ValueError, match=f"tensors lacks {KV}"):
         absorb_up_projections({Q: tensors[Q], OUT: tensors[OUT]}, geometry)
     for name, misfit in [
         (Q, tensors[Q][:-1]),
@@ -136,5 +136,5 @@ def test_other_tensors_stay_and_misfits_are_refused() -> None:
         (OUT, tensors[OUT].T),
         (Q, tensors[Q][:0]),
     ]:
-        with pytest.raises(ValueError, match=r"for \d heads, got"):
+        with pytest.raises(ValueError, match=r"has shape .*; accepted is .* for \d heads"):
             absorb_up_projections({**tensors, name: misfit}, geometry)

@@ -2,11 +2,15 @@
 
 import filecmp
 import json
+import os
+import resource
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 from command_line import command, tiny_checkpoint
@@ -23,8 +27,10 @@ from hf_checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 
+from mcore_dsa import safetensors_files
 from mcore_dsa.binding import MEGATRON_NAMES, DsaStorage, verify
 from mcore_dsa.checkpoint import load_attention
+from mcore_dsa.cli import convert
 from mcore_dsa.tp_plan import DsaTpPlan
 
 LAYERS = [*DSA_LAYERS, MTP_LAYER]
@@ -103,7 +109,7 @@ def test_a_range_of_layers_goes_into_a_template_alone(checkpoint: Path, tmp_path
     assert command("convert", "mcore2hf", ranks, tmp_path / "back", "--template", checkpoint)[0] == 0
     status, _, err = command("convert", "mcore2hf", ranks, tmp_path / "alone")
     assert status == 2
-    assert "--template must be given where DSA layers are missing, as are [1]" in err
+    assert "--template is absent; accepted is a checkpoint to copy, where source lacks DSA layers: [1]" in err
     single = tmp_path / "single"
     assert command("convert", "hf2mcore", checkpoint, single, "--tp", 1, "--layers", "1")[0] == 0
     assert len(load_file(single / "tp-00000-of-00001.safetensors")) == 14
@@ -125,6 +131,78 @@ def test_other_storages_come_back_as_what_ranks_hold(tmp_path: Path, storage: Ds
         assert all(torch.equal(ours[name], theirs[name]) for name in MEGATRON_NAMES.values())
 
 
+def unusual_block(folder: Path) -> Path:
+    """An NVFP4 checkpoint whose multi-token-prediction block is in FP8."""
+    config = tiny_config(DsaStorage.NVFP4)
+    tensors = checkpoint_tensors(config, DsaStorage.NVFP4)
+    fp8 = checkpoint_tensors(config, DsaStorage.FP8)
+    own = {name: tensor for name, tensor in fp8.items() if f"layers.{MTP_LAYER}.self_attn." in name}
+    return write_checkpoint(folder, config, tensors | own, files=3)
+
+
+def test_one_unusual_block_keeps_no_other_layer(tmp_path: Path) -> None:
+    source, ranks, back = unusual_block(tmp_path / "source"), tmp_path / "ranks", tmp_path / "back"
+    faults = json.loads(json.dumps(verify(source).to_dict()["faults"]))
+    assert faults
+    for layers in ([], ["--layers", "1-4"], ["--layers", str(MTP_LAYER)]):
+        assert command("convert", "hf2mcore", source, ranks, "--tp", 2, *layers)[:1] == (1,)
+        assert not ranks.exists()
+    status, out, err = command("convert", "hf2mcore", source, ranks, "--tp", 2, "--layers", "1-3", "--json")
+    report = json.loads(out)
+    assert (status, err, report["ok"], report["layers"]) == (0, "", True, list(DSA_LAYERS))
+    assert report["other_faults"] == faults
+    status, out, err = command("convert", "mcore2hf", ranks, back, "--template", source)
+    assert (status, err) == (0, "")
+    assert "Faults elsewhere in the checkpoint, which none of these layers needs" in out
+    assert all(fault["tensor"] in out for fault in faults)
+    files = sorted(path.name for path in source.iterdir())
+    assert filecmp.cmpfiles(source, back, files, shallow=False) == (files, [], [])
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_permissions_that_the_umask_leaves(checkpoint: Path, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert command("convert", "hf2mcore", checkpoint, tmp_path / "ranks", "--tp", 2)[0] == 0
+        assert command("convert", "mcore2hf", tmp_path / "ranks", tmp_path / "back")[0] == 0
+    finally:
+        os.umask(before)
+    files = [path for folder in ("ranks", "back") for path in (tmp_path / folder).iterdir()]
+    assert len(files) == 3 + 5
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
+
+
+def test_each_header_is_read_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length is another checkpoint's 200,000 names: to read it for each tensor or layer takes minutes."""
+    read: list[str] = []
+    original = safetensors_files.read_header
+
+    def spy(file: Path, faults: Any) -> Any:
+        read.append(file.name)
+        return original(file, faults)
+
+    monkeypatch.setattr(safetensors_files, "read_header", spy)
+    monkeypatch.setattr(convert, "read_header", spy)
+    monkeypatch.setattr(safetensors, "safe_open", None)
+    assert command("convert", "hf2mcore", checkpoint, tmp_path / "ranks", "--tp", 4)[0] == 0
+    assert sorted(read) == sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    read.clear()
+    assert command("convert", "mcore2hf", tmp_path / "ranks", tmp_path / "back")[0] == 0
+    assert sorted(read) == sorted(path.name for path in (tmp_path / "ranks").glob("*.safetensors"))
+
+
+def test_a_disk_that_is_full_is_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        status, out, err = command("convert", "hf2mcore", checkpoint, tmp_path / "ranks", "--tp", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (status, out) == (2, "")
+    assert "tp-00000-of-00002.safetensors cannot be written: " in err
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
 def damaged(ranks: Path, how: str) -> str:
     """Damage one of two files, rank 1's; what is to be found in the report."""
     file = ranks / "tp-00001-of-00002.safetensors"
@@ -142,15 +220,21 @@ def damaged(ranks: Path, how: str) -> str:
         return f"{file.name}: rank 0, and so is tp-00000-of-00002.safetensors"
     found = {
         "no metadata": "its metadata describe no rank",
+        "many ranks": f"{file.name}: expected",
+        "half": f"layer 3: {file.name} holds F16; accepted are BF16, F32, F8_E4M3",
         "other storage": f"{file.name}: expected",
-        "drifted": "layer 3: shards: ranks [1] hold q_layernorm.weight otherwise than rank 0",
-        "missing": "layer 3: shards[1] must hold the 14 tensors of a layer; missing or unknown: ['q_layernorm.weight']",
-        "ill-shaped": "layer 3: shards[1]['q_layernorm.weight'] must be torch.bfloat16 [136]",
+        "drifted": "layer 3: shards[1]['q_layernorm.weight'] is not as on rank 0",
+        "missing": "layer 3: shards[1] lacks or adds ['q_layernorm.weight']; accepted are the 14 tensors of a layer",
+        "ill-shaped": "layer 3: shards[1]['q_layernorm.weight'] is torch.bfloat16 [135]; accepted is",
         "unknown": f"{file.name}: unexpected model.layers.3.q_layernorm.weight",
         "other layers": f"{file.name}: expected",
     }[how]
     if how == "no metadata":
         metadata = {"format": "pt"}
+    elif how == "many ranks":
+        metadata["tp_size"] = str(10**12)
+    elif how == "half":
+        tensors[norm] = tensors[norm].half()
     elif how == "other storage":
         metadata["storage"] = "F32"
     elif how == "drifted":
@@ -174,6 +258,8 @@ def damaged(ranks: Path, how: str) -> str:
         "truncated",
         "twice",
         "no metadata",
+        "many ranks",
+        "half",
         "other storage",
         "drifted",
         "missing",
@@ -197,6 +283,16 @@ def test_faulty_ranks_are_reported_and_nothing_is_written(how: str, checkpoint: 
         assert report["ok"] is False
         assert any(found in fault for fault in report["faults"])
         assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_ranks_of_a_group_that_is_not_there_are_counted_without_a_list(checkpoint: Path, tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    assert command("convert", "hf2mcore", checkpoint, ranks, "--tp", 1)[0] == 0
+    (file,) = ranks.glob("*.safetensors")
+    metadata = {"tp_rank": "0", "tp_size": str(10**12), "storage": "BF16", "prefix": PREFIX}
+    save_file(load_file(file), file, metadata=metadata)
+    status, out, _ = command("convert", "mcore2hf", ranks, tmp_path / "target")
+    assert (status, out) == (1, f"{ranks}: expected ranks 0 to {10**12 - 1}, found [0]\n")
 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports only from its own entry and from entries before it. "" is mcore_dsa/__init__.py itself.
 ORDER = (
     "settings",
+    "hf_config",
     "geometry",
     "precision",
     "eager",
@@ -33,6 +34,7 @@ ORDER = (
     "state",
     "tp_plan",
     "safetensors_files",
+    "tensor_files",
     "binding",
     "checkpoint",
     "",

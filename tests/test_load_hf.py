@@ -212,7 +212,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "absent" in line
     (tmp_path / "empty").mkdir()
     (line,) = refused(tiny(tmp_path / "run", f"--load_hf {tmp_path / 'empty'}"))
-    assert "must hold a .safetensors file" in line
+    assert "accepted is a folder with a .safetensors file" in line
 
 
 def test_a_faulty_checkpoint_is_refused_with_its_tensors_named(tmp_path: Path) -> None:

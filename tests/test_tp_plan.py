@@ -156,11 +156,11 @@ def test_bytes_add_up_over_the_group(plans: list[DsaTpPlan]) -> None:
 @pytest.mark.parametrize(
     ("rank", "size", "numbers"),
     [
-        (2, 2, ("2)", "got 2")),
-        (-1, 4, ("4)", "got -1")),
-        (0, 0, ("at least 1", "got 0")),
-        (0, 3, ("num_attention_heads=64", "got 3")),
-        (0, 128, ("num_attention_heads=64", "got 128")),
+        (2, 2, ("tp_rank is 2", "tp_size=2")),
+        (-1, 4, ("tp_rank is -1", "tp_size=4")),
+        (0, 0, ("tp_size is 0", ">= 1")),
+        (0, 3, ("tp_size is 3", "num_attention_heads=64")),
+        (0, 128, ("tp_size is 128", "num_attention_heads=64")),
     ],
 )
 def test_a_group_that_does_not_fit_is_refused_with_both_numbers(rank: int, size: int, numbers: Any) -> None:
@@ -172,7 +172,7 @@ def test_a_group_that_does_not_fit_is_refused_with_both_numbers(rank: int, size:
 
 @pytest.mark.parametrize(("rank", "size", "geometry"), [("0", 2, GLM), (0, 2.0, GLM), (True, 2, GLM), (0, 1, {})])
 def test_a_wrong_type_is_refused(rank: Any, size: Any, geometry: Any) -> None:
-    with pytest.raises(TypeError, match="must be a"):
+    with pytest.raises(TypeError, match="; accepted is a"):
         DsaTpPlan(rank, size, geometry)
 
 

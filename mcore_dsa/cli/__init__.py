@@ -1,4 +1,4 @@
-"""The command line ``mcore-dsa``: plan a layer's shards and work, verify a checkpoint, convert one."""
+"""The command line `mcore-dsa`: plan a layer's shards and work, verify a checkpoint, convert one."""
 
 from __future__ import annotations
 
@@ -17,32 +17,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name, by default this process's own.
 
-    Returns:
-        The exit status: 0; 1 where a checkpoint is faulty; 2 for a call that cannot be answered, with one line on
-        stderr. A command line that does not parse raises ``SystemExit`` with 2, ``--help`` with 0.
+    Returns: the exit status: 0; 1 where a checkpoint is faulty; 2 for a call that cannot be answered, with the error in
+        one line on stderr, or with `--json` as JSON on stdout. `--help` and `--version` raise `SystemExit` with 0.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     try:
         from mcore_dsa.cli.arguments import parse
 
-        command, as_json = parse(sys.argv[1:] if arguments is None else arguments)
-        outcome = command()
+        outcome = parse(words)()
         print(json.dumps(outcome.report) if as_json else outcome.text(), flush=True)
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
         if library not in _EXTRAS:
             raise
-        return _complain(f"{library} is not installed; pip install 'mcore-dsa[{_EXTRAS[library]}]' brings it", 2)
+        message = f"{library} is not installed; pip install 'mcore-dsa[{_EXTRAS[library]}]' brings it"
+        return _complain(message, 2, as_json=as_json)
     except BrokenPipeError:
         # The reader has seen enough; what is still buffered must not go into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
-        return _complain(str(error), 2)
+        return _complain(str(error), 2, as_json=as_json, usage=getattr(error, "usage", ""))
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return _complain("interrupted", 130, as_json=as_json)
     return 0 if outcome.ok else 1
 
 
-def _complain(message: str, status: int) -> int:
-    print("mcore-dsa: error:", " ".join(message.split()), file=sys.stderr)
+def _complain(message: str, status: int, *, as_json: bool, usage: str = "") -> int:
+    line = " ".join(message.split())
+    if as_json:
+        print(json.dumps({"ok": False, "error": line}), flush=True)
+    else:
+        print(f"{usage}mcore-dsa: error: {line}", file=sys.stderr)
     return status

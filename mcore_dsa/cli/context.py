@@ -23,12 +23,11 @@ def busiest_group(
 ) -> dict[Partition, list[tuple[int, int, int]]]:
     """Rows, visible pairs and scored pairs of each rank of the group with the most scored pairs, by partition.
 
-    Raises:
-        ValueError: a document's length is no multiple of 2 * cp.
+    Raises: ValueError for a document whose length is no multiple of 2 * cp.
     """
     uneven = [length for length in lengths if length % (2 * cp)]
     if uneven:
-        raise ValueError(f"with --cp {cp} a document must have a multiple of {2 * cp} tokens, got {uneven[0]}")
+        raise ValueError(f"a document is {uneven[0]} tokens; accepted is, with --cp {cp}, a multiple of {2 * cp}")
     work = PackWork(tuple(lengths), geometry.index_kpool, geometry.pool_budget)
     starts = [0, *accumulate(lengths)][:-1]
 
@@ -61,7 +60,7 @@ def busiest_group(
 
 
 def _before(parts: Sequence[range], count: Callable[[int], int]) -> Callable[[int], int]:
-    """Pairs of the first n rows of ``parts``, from ``count``, the pairs before a row of the whole pack."""
+    """Pairs of the first n rows of `parts`, from `count`, the pairs before a row of the whole pack."""
     ends = [0, *accumulate(map(len, parts))]
     sums = [0, *accumulate(count(part.stop) - count(part.start) for part in parts)]
 

@@ -1,6 +1,6 @@
-"""``mcore-dsa convert``: between a Hugging Face checkpoint and a folder with one file for each tensor-parallel rank.
+"""`mcore-dsa convert`: between a Hugging Face checkpoint and a folder with one file for each tensor-parallel rank.
 
-A rank's file is a safetensors file of its tensors under ``layers.N.self_attention.*``, N being the checkpoint's number
+A rank's file is a safetensors file of its tensors under `layers.N.self_attention.*`, N being the checkpoint's number
 of the layer. Its metadata say which rank of how many it is, how attention is stored, and the checkpoint's prefix.
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from torch import Tensor
 
 from mcore_dsa.binding import CheckpointBinding, DsaStorage
 from mcore_dsa.binding import verify as verify_checkpoint
@@ -21,17 +19,19 @@ from mcore_dsa.checkpoint import (
     export_attention,
     load_attention,
     merge_attention,
-    new_folder,
     write_attention,
 )
 from mcore_dsa.cli.outcome import Outcome
-from mcore_dsa.cli.verify import outcome_of
+from mcore_dsa.cli.verify import fault_lines, outcome_of
 from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.safetensors_files import Fault, read_header
+from mcore_dsa.hf_config import CONFIG_NAME, shown
+from mcore_dsa.safetensors_files import Fault, StoredTensor, read_header
+from mcore_dsa.tensor_files import new_folder, read_tensor, save_tensors
 from mcore_dsa.tp_plan import DsaTpPlan
 
-_CONFIG = "config.json"
-_NAME = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]*)\.self_attention\.(?P<name>.+)")
+# The tensors of a rank by layer and by Megatron's name.
+type _Rank = Mapping[int, Mapping[str, StoredTensor]]
+_NAME = re.compile(r"layers\.(?P<layer>0|[1-9][0-9]{0,8})\.self_attention\.(?P<name>.+)")
 
 
 def hf2mcore(source: str, target: str, tp: int, layers: str | None, config: str | None) -> Outcome:
@@ -39,21 +39,18 @@ def hf2mcore(source: str, target: str, tp: int, layers: str | None, config: str 
 
     One rank's tensors are held at a time.
 
-    Raises:
-        OSError, ValueError: a file cannot be read or written, or what it holds, or an option, does not fit.
+    Raises: OSError or ValueError for a file that cannot be read or written, or an option or content that does not fit.
     """
-    from safetensors.torch import save_file
-
     binding = verify_checkpoint(source, config)
-    if binding.faults:
-        return outcome_of(binding)
     chosen = _chosen_layers(binding, layers)
+    if binding.faults_of(chosen) or (binding.faults and layers is None):
+        return outcome_of(binding)
     plans = [DsaTpPlan(rank, tp, binding.geometry) for rank in range(tp)]
     storage = DsaStorage.F32 if binding.storage is DsaStorage.F32 else DsaStorage.BF16
     same = {"format": "pt", "tp_size": str(tp), "storage": storage.value, "prefix": str(binding.prefix)}
     files = []
     with new_folder(Path(target)) as folder:
-        shutil.copyfile(_config_file(source, config), folder / _CONFIG)
+        shutil.copyfile(_config_file(source, config), folder / CONFIG_NAME)
         for plan in plans:
             tensors = {
                 f"layers.{layer}.self_attention.{name}": tensor
@@ -61,8 +58,8 @@ def hf2mcore(source: str, target: str, tp: int, layers: str | None, config: str 
                 for name, tensor in load_attention(binding, layer, plan).items()
             }
             files.append(f"tp-{plan.tp_rank:05d}-of-{tp:05d}.safetensors")
-            save_file(tensors, folder / files[-1], metadata={**same, "tp_rank": str(plan.tp_rank)})
-    return _written(target, chosen, tp, files)
+            save_tensors(tensors, folder / files[-1], {**same, "tp_rank": str(plan.tp_rank)})
+    return _written(target, chosen, tp, files, binding.faults)
 
 
 def mcore2hf(source: str, target: str, template: str | None, config: str | None) -> Outcome:
@@ -70,32 +67,35 @@ def mcore2hf(source: str, target: str, template: str | None, config: str | None)
 
     One layer's tensors are held at a time.
 
-    Raises:
-        OSError, ValueError: a file cannot be read or written, or what it holds, or an option, does not fit.
+    Raises: OSError or ValueError for a file that cannot be read or written, or an option or content that does not fit.
     """
+    faults: tuple[Fault, ...] = ()
     try:
-        files, common = _read_ranks(Path(source))
+        ranks, common = _read_ranks(Path(source))
         if template is not None:
             binding = verify_checkpoint(template, config)
-            if binding.faults:
+            if binding.faults_of(common.layers):
                 return outcome_of(binding)
-            export_attention(_merged(files, common.layers, binding.geometry), target, template=binding)
+            faults = binding.faults
+            export_attention(_merged(ranks, common.layers, binding.geometry), target, template=binding)
         else:
-            _write_alone(files, common, target, str(Path(source) / _CONFIG) if config is None else config)
+            _write_alone(ranks, common, target, str(Path(source) / CONFIG_NAME) if config is None else config)
     except _FaultyRanksError as error:
-        faults = error.args
-        return Outcome({"path": source, "ok": False, "faults": faults}, lambda: "\n".join(faults), ok=False)
+        lines = error.args
+        return Outcome({"path": source, "ok": False, "faults": lines}, lambda: "\n".join(lines), ok=False)
     written = sorted(path.name for path in Path(target).iterdir())
-    return _written(target, common.layers, common.size, written)
+    return _written(target, common.layers, common.size, written, faults)
 
 
-def _write_alone(files: Sequence[Path], common: _Common, target: str, config: str) -> None:
+def _write_alone(ranks: Sequence[_Rank], common: _Common, target: str, config: str) -> None:
     geometry = DsaGeometry.from_config(config)
     absent = sorted(set(geometry.dsa_layers) - set(common.layers))
     if absent:
-        raise ValueError(f"--template must be given where DSA layers are missing, as are {absent}")
+        raise ValueError(
+            f"--template is absent; accepted is a checkpoint to copy, where source lacks DSA layers: {absent}"
+        )
     write_attention(
-        _merged(files, common.layers, geometry),
+        _merged(ranks, common.layers, geometry),
         target,
         config=config,
         storage=common.storage,
@@ -117,11 +117,15 @@ class _Common(NamedTuple):
     layers: tuple[int, ...]
 
 
-def _written(target: str, layers: tuple[int, ...], tp: int, files: list[str]) -> Outcome:
+def _written(target: str, layers: tuple[int, ...], tp: int, files: list[str], faults: Sequence[Fault] = ()) -> Outcome:
+    """`faults` are those of other layers than were asked for."""
     size = sum((Path(target) / file).stat().st_size for file in files)
     report = {"ok": True, "target": target, "tp": tp, "layers": layers, "files": files, "bytes": size}
-    numbers = ", ".join(map(str, layers))
-    return Outcome(report, lambda: f"{target}: layers {numbers} at TP {tp}, {len(files)} files, {size:,} bytes")
+    report["other_faults"] = [fault._asdict() for fault in faults]
+    lines = [f"{target}: layers {', '.join(map(str, layers))} at TP {tp}, {len(files)} files, {size:,} bytes"]
+    if faults:
+        lines += ["Faults elsewhere in the checkpoint, which none of these layers needs", *fault_lines(faults)]
+    return Outcome(report, lambda: "\n".join(lines))
 
 
 def _chosen_layers(binding: CheckpointBinding, wanted: str | None) -> tuple[int, ...]:
@@ -134,76 +138,64 @@ def _chosen_layers(binding: CheckpointBinding, wanted: str | None) -> tuple[int,
         first, last = int(match[1]), int(match[2] or match[1])
         chosen = tuple(layer for layer in known if first <= layer <= last)
     if not chosen:
-        raise ValueError(f"--layers must be FIRST-LAST around some of the layers {known}, got {wanted!r}")
+        raise ValueError(f"--layers is {wanted!r}; accepted is FIRST-LAST around some of the layers {known}")
     return chosen
 
 
 def _config_file(source: str, config: str | None) -> Path:
     path = Path(source if config is None else config)
     if path.is_dir():
-        return path / _CONFIG
-    return path.parent / _CONFIG if config is None else path
+        return path / CONFIG_NAME
+    return path.parent / CONFIG_NAME if config is None else path
 
 
-def _read_ranks(folder: Path) -> tuple[list[Path], _Common]:
-    """The files in the order of ranks, by their headers and metadata."""
+def _read_ranks(folder: Path) -> tuple[list[_Rank], _Common]:
+    """The ranks in their order, by headers and metadata of the files."""
     paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not paths:
-        raise ValueError(f"source must be a folder with a .safetensors file for each rank, got {folder}")
-    files: dict[int, Path] = {}
+        raise ValueError(f"source is {folder}; accepted is a folder with a .safetensors file for each rank")
+    ranks: dict[int, _Rank] = {}
+    names: dict[int, str] = {}
     common: _Common | None = None
     for path in paths:
-        layers = _layers(path)
-        rank, own = _said_of_rank(path, layers)
-        if rank in files:
-            raise _FaultyRanksError(f"{path.name}: rank {rank}, and so is {files[rank].name}")
+        number, tensors, own = _read_rank(path)
+        if number in ranks:
+            raise _FaultyRanksError(f"{path.name}: rank {number}, and so is {names[number]}")
         if common not in (None, own):
             raise _FaultyRanksError(f"{path.name}: expected {common}, found {own}")
-        files[rank], common = path, own
+        ranks[number], names[number], common = tensors, path.name, own
     assert common is not None
-    if sorted(files) != list(range(common.size)):
-        raise _FaultyRanksError(f"{folder}: expected ranks 0 to {common.size - 1}, found {sorted(files)}")
-    return [files[rank] for rank in range(common.size)], common
+    if len(ranks) != common.size or set(ranks) != set(range(len(ranks))):
+        raise _FaultyRanksError(f"{folder}: expected ranks 0 to {common.size - 1}, found {sorted(ranks)}")
+    return [ranks[number] for number in range(common.size)], common
 
 
-def _layers(file: Path) -> tuple[int, ...]:
-    """The layers that a sound file's header names."""
+def _read_rank(file: Path) -> tuple[int, _Rank, _Common]:
+    """Its number, its tensors, and what it has in common with the others, by a sound file's header."""
     faults: list[Fault] = []
-    matches = {name: _NAME.fullmatch(name) for name in read_header(file, faults)}
+    header = read_header(file, faults)
     told = [f"{fault.kind} {fault.tensor}: expected {fault.expected}, found {fault.found}" for fault in faults]
-    told += [f"unexpected {name}" for name, match in matches.items() if match is None]
+    tensors: dict[int, dict[str, StoredTensor]] = {}
+    for full, stored in header.tensors.items():
+        match = _NAME.fullmatch(full)
+        if match is None:
+            told.append(f"unexpected {full}")
+        else:
+            tensors.setdefault(int(match["layer"]), {})[match["name"]] = stored
     if told:
         raise _FaultyRanksError(*(f"{file.name}: {fault}" for fault in told))
-    return tuple(sorted({int(match["layer"]) for match in matches.values() if match}))
-
-
-def _said_of_rank(file: Path, layers: tuple[int, ...]) -> tuple[int, _Common]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        said = opened.metadata() or {}
+    said, layers = header.metadata, tuple(sorted(tensors))
     try:
-        return int(said["tp_rank"]), _Common(int(said["tp_size"]), DsaStorage(said["storage"]), said["prefix"], layers)
+        common = _Common(int(said["tp_size"]), DsaStorage(said["storage"]), said["prefix"], layers)
+        return int(said["tp_rank"]), tensors, common
     except (KeyError, ValueError) as error:
-        raise _FaultyRanksError(f"{file.name}: its metadata describe no rank: {said}") from error
+        raise _FaultyRanksError(f"{file.name}: its metadata describe no rank: {shown(said)}") from error
 
 
-def _merged(files: Sequence[Path], layers: Sequence[int], geometry: DsaGeometry) -> Iterator[LayerTensor]:
+def _merged(ranks: Sequence[_Rank], layers: Sequence[int], geometry: DsaGeometry) -> Iterator[LayerTensor]:
     for layer in layers:
-        shards = [_layer_of(file, layer) for file in files]
         try:
+            shards = [{name: read_tensor(stored) for name, stored in rank[layer].items()} for rank in ranks]
             yield from ((layer, name, tensor) for name, tensor in merge_attention(shards, geometry))
         except ValueError as error:
             raise _FaultyRanksError(f"layer {layer}: {error}") from error
-
-
-def _layer_of(file: Path, layer: int) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
-    stem = f"layers.{layer}.self_attention."
-    with safe_open(file, framework="pt") as opened:
-        return {
-            name.removeprefix(stem): opened.get_tensor(name).clone()
-            for name in opened.keys()  # noqa: SIM118
-            if name.startswith(stem)
-        }

@@ -26,7 +26,7 @@ class Outcome:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]], *, text_columns: int) -> str:
-    """Aligned lines; cells behind the first ``text_columns`` are aligned to the right, None is a dash."""
+    """Aligned lines; cells behind the first `text_columns` are aligned to the right, None is a dash."""
     cells = [titles, *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

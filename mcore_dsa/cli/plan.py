@@ -1,4 +1,4 @@
-"""``mcore-dsa plan``: a layer's tensors and its selection on each tensor-parallel rank, by arithmetic alone."""
+"""`mcore-dsa plan`: a layer's tensors and its selection on each tensor-parallel rank, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, get_args
 from mcore_dsa.cli.context import CONTEXT_PARTITIONS, busiest_group
 from mcore_dsa.cli.outcome import WIDTH, Outcome, table
 from mcore_dsa.geometry import DsaGeometry
+from mcore_dsa.hf_config import shown
 from mcore_dsa.settings import Partition
 from mcore_dsa.tp_plan import DsaTpPlan
 from mcore_dsa.work import best_partition, selection_work
@@ -28,13 +29,12 @@ def plan(
 ) -> Outcome:
     """The plan of one layer; see the command's help for the arguments.
 
-    Raises:
-        OSError, ValueError: a file cannot be read or written, or what it holds, or an option, does not fit.
+    Raises: OSError or ValueError for a file that cannot be read or written, or an option or content that does not fit.
     """
     geometry = DsaGeometry.from_config(config)
     lengths = _lengths(seq, segments)
     if seq // geometry.index_kpool >= _POOLS:
-        raise ValueError(f"--seq must make fewer than {_POOLS} pools of {geometry.index_kpool} tokens, got {seq}")
+        raise ValueError(f"--seq is {seq}; accepted are fewer than {_POOLS} pools of {geometry.index_kpool} tokens")
     report: Report = {
         "config": config,
         "tp": tp,
@@ -56,11 +56,11 @@ def _lengths(seq: int, segments: str | None) -> list[int]:
     words = Path(segments).read_text(encoding="utf-8", errors="replace").split()
     bad = [word for word in words if not (word.isdecimal() and len(word) < 20 and int(word) > 0)]
     if bad or not words:
-        got = repr(bad[0]) if bad else "none"
-        raise ValueError(f"--segments must name a file of positive integers, got {got} in {segments}")
+        found = f"has {shown(bad[0])}" if bad else "is empty"
+        raise ValueError(f"--segments {segments} {found}; accepted are integers >= 1")
     lengths = [int(word) for word in words]
     if sum(lengths) != seq:
-        raise ValueError(f"--segments must add up to --seq {seq}, got {sum(lengths)} in {segments}")
+        raise ValueError(f"--segments {segments} adds up to {sum(lengths)}; accepted is --seq {seq}")
     return lengths
 
 
@@ -100,7 +100,8 @@ def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, 
     elif partition is None or partition in CONTEXT_PARTITIONS:
         ranks = _context_ranks(geometry, lengths, tp, cp)
     else:
-        raise ValueError(f"--partition with --cp {cp} must be {' or '.join(CONTEXT_PARTITIONS)}, got {partition}")
+        accepted = " and ".join(CONTEXT_PARTITIONS)
+        raise ValueError(f"--partition is {partition}; accepted are, with --cp {cp}, {accepted}")
     unsharded = max(rank["flops"] for rank in ranks[_OFF])
     return {
         "best": best,
@@ -132,7 +133,7 @@ def _context_ranks(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: i
 
 
 def _of_partition(ranks: Sequence[Report], unsharded: int) -> Report:
-    """``unsharded`` are the FLOPs of the busiest rank with the flag off."""
+    """`unsharded` are the FLOPs of the busiest rank with the flag off."""
     flops = [rank["flops"] for rank in ranks]
     return {
         "busiest_over_mean": max(flops) * len(flops) / sum(flops) if sum(flops) else 1.0,
