@@ -233,6 +233,20 @@ def test_bytes_behind_the_last_tensor_are_reported(three_files: Path) -> None:
     assert [fault.file for fault in binding.faults] == [SECOND]
 
 
+def test_a_damaged_file_blocks_the_layers_that_it_holds_and_no_other(three_files: Path) -> None:
+    """Every layer has tensors in each of the three files; the fourth is none of theirs."""
+    other = "model-00004-of-00004.safetensors"
+    save_file({"lm_head.weight": torch.ones(3)}, three_files / other)
+    write_index(three_files, read_index(three_files) | {"lm_head.weight": other})
+    for name, blocked in ((other, False), (SECOND, True)):
+        with (three_files / name).open("ab") as file:
+            file.write(b"\0")
+        binding = verify(three_files)
+        assert name in {fault.file for fault in binding.faults}
+        for layer in (*binding.layers, *binding.mtp_layers):
+            assert bool(binding.faults_of((layer,))) is blocked
+
+
 def test_a_tensor_that_a_header_names_twice_is_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()))
     file = tmp_path / "model.safetensors"

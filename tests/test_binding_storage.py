@@ -92,6 +92,13 @@ def test_another_quantisation_is_refused(tmp_path: Path, quantization: Any) -> N
         verify(tmp_path, {**TINY, "quantization_config": quantization})
 
 
+def test_the_text_part_s_word_counts_before_the_whole_s(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()))
+    for word in ("dtype", "torch_dtype"):
+        config = {"text_config": {**TINY, word: "float32"}, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        assert verify(tmp_path, config).storage is DsaStorage.F32
+
+
 def test_another_dtype_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config(), checkpoint_tensors(tiny_config()))
     with pytest.raises(ValueError, match=r"config\.dtype is 'float16'; accepted are 'bfloat16'"):
