@@ -7,8 +7,10 @@ Megatron's own DSA specifications, and make sure afterwards that no token-level 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import megatron.core.models.gpt.experimental_attention_variant_module_specs as variant_specs
@@ -24,7 +26,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -39,28 +41,29 @@ from mcore_dsa.megatron.backend import default_backend
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 
 
-def use_kpool_dsa[Spec](spec: Spec) -> Spec:
+def use_kpool_dsa[Spec](spec: Spec, *, whole: bool = True) -> Spec:
     """A copy of `spec` whose absorbed-MLA layers attend through `KPoolDSAttention`.
 
-    `spec` is a self-attention, layer, block or stack specification, or a list of them: whatever holds `ModuleSpec`s in
-    dataclass fields, lists or the keywords of a `functools.partial`. Other attention stays as it is. A spec that uses
-    `KPoolDSAttention` already comes back equal.
+    `spec` is a self-attention, layer, block or stack specification, or whatever holds some: lists, mappings, a
+    `ModuleSpec`'s parameters, the arguments of a `functools.partial`, attributes of an object. Other attention stays as
+    it is. A spec that uses `KPoolDSAttention` already comes back equal. With `whole=False` it is what one pipeline
+    stage builds, which may hold no such layer.
 
-    Raises: ValueError where there is no `AbsorbedMLASelfAttention` in it, or where Megatron's own `DSAttention` stays
-    in it because something else hosts it.
+    Raises: ValueError where a whole spec holds no `AbsorbedMLASelfAttention`, or where Megatron's own `DSAttention`
+    stays in it because something else hosts it.
     """
     result = copy.deepcopy(spec)
-    absorbed = _specs_of(result, AbsorbedMLASelfAttention)
-    if not absorbed:
+    hosts = _specs_of(result, AbsorbedMLASelfAttention)
+    if whole and not hosts:
         raise ValueError(
-            f"the {type(spec).__name__} holds no AbsorbedMLASelfAttention; accepted is a specification with at least "
-            "one, as Megatron's get_dsa_module_spec_for_backend builds it"
+            f"spec is a {type(spec).__name__} without AbsorbedMLASelfAttention; accepted is one with it, as Megatron's "
+            "get_dsa_module_spec_for_backend builds it, or with whole=False a pipeline stage without such a layer"
         )
-    for attention in absorbed:
-        attention.submodules.core_attention = KPoolDSAttention
+    for host in hosts:
+        _submodules(host).core_attention = KPoolDSAttention
     if _specs_of(result, DSAttention):
         raise ValueError(
-            f"the {type(spec).__name__} holds a DSAttention outside AbsorbedMLASelfAttention, which would select "
+            f"spec is a {type(spec).__name__} with DSAttention outside AbsorbedMLASelfAttention, where it would select "
             "tokens; accepted is DSA in absorbed MLA alone"
         )
     return result
@@ -135,8 +138,7 @@ def kpool_dsa_gpt_model(
         vp_stage=vp_stage,
         **model_arguments,
     )
-    if model.decoder.layers:
-        check_wiring(model)
+    check_wiring(model, layers=len(model.decoder.layers))
     return model
 
 
@@ -171,8 +173,7 @@ def kpool_dsa_hybrid_model(
         vp_stage=vp_stage,
         **model_arguments,
     )
-    if any(isinstance(module, AbsorbedMLASelfAttention) for module in model.modules()):
-        check_wiring(model)
+    check_wiring(model)
     return model
 
 
@@ -213,32 +214,84 @@ def _hybrid_submodules(config: KPoolDSATransformerConfig, backend: BackendSpecPr
     return HybridStackSubmodules(**layers)
 
 
-def _specs_of(node: object, module: type) -> list[ModuleSpec]:
-    """The specifications of `module` or a subclass inside `node`, one that is shared as often as it is reached."""
-    children: list[Any] = []
-    if isinstance(node, partial):
-        children = list(node.keywords.values())
-    elif isinstance(node, list | tuple):
-        children = list(node)
-    elif is_dataclass(node) and not isinstance(node, type):
-        children = [getattr(node, field.name) for field in fields(node)]
-    found = [spec for child in children for spec in _specs_of(child, module)]
-    if isinstance(node, ModuleSpec) and isinstance(node.module, type) and issubclass(node.module, module):
-        found.append(node)
+def _specs_of(root: object, module: type) -> list[Any]:
+    """What builds `module` or a subclass inside `root`, each object once: specifications, partials, bare classes."""
+    found = []
+    # With the objects, so that no id is given to another one.
+    seen: dict[int, object] = {}
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        built = _built_by(node)
+        if isinstance(built, type) and issubclass(built, module):
+            found.append(node)
+        todo += _parts(node)
     return found
 
 
-def check_wiring(model: nn.Module) -> int:
-    """How many attention layers of a built model are k-pool DSA.
+def _built_by(node: object) -> object:
+    if isinstance(node, partial):
+        return node.func
+    return get_module(node) if isinstance(node, ModuleSpec) else node
 
-    Call it on a model that somebody else built: a specification that nobody gave to `use_kpool_dsa` trains without a
-    word, with Megatron's own `DSAttention`, which selects tokens.
 
-    Raises: RuntimeError where an absorbed-MLA or DSA layer is not k-pool DSA, or none is.
+def _parts(node: object) -> list[Any]:
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if isinstance(node, list | tuple | set | frozenset):
+        return list(node)
+    if isinstance(node, partial):
+        return [*node.args, *node.keywords.values()]
+    if isinstance(node, ModuleSpec):
+        return [part for name, part in vars(node).items() if name != "module"]
+    if isinstance(node, type | FunctionType | MethodType | ModuleType | nn.Module):
+        return []
+    if is_dataclass(node):
+        return [getattr(node, field.name) for field in fields(node)]
+    return list(getattr(node, "__dict__", {}).values())
+
+
+def _submodules(host: object) -> Any:
+    given: list[Any] = []
+    if isinstance(host, ModuleSpec):
+        given = [host.submodules, host.params.get("submodules")]
+    elif isinstance(host, partial):
+        given = [host.keywords.get("submodules"), *host.args]
+    for part in given:
+        if hasattr(part, "core_attention"):
+            return part
+    raise ValueError(
+        f"spec holds {_built_by(host)} without submodules; accepted is it with AbsorbedMLASelfAttentionSubmodules"
+    )
+
+
+def check_wiring(model: nn.Module, *, layers: int | None = None) -> int:
+    """How many attention layers of a built model, or of its part on one pipeline stage, are k-pool DSA.
+
+    `layers` is how many of them are accepted; None accepts at least one, and none on a stage that is not the whole
+    pipeline. Call it on a model that somebody else built: what builds a layer out of sight of `use_kpool_dsa`, and has
+    another configuration than `KPoolDSATransformerConfig`, trains without a word on Megatron's own tokens.
+
+    Raises: RuntimeError where an absorbed-MLA or DSA layer is not k-pool DSA, or another number of them is.
     """
-    stock = [name for name, module in model.named_modules() if isinstance(module, DSAttention)]
     absorbed = sum(isinstance(module, AbsorbedMLASelfAttention) for module in model.modules())
+    stock = [name for name, module in model.named_modules() if isinstance(module, DSAttention)]
     ours = sum(isinstance(module, KPoolDSAttention) for module in model.modules())
-    if stock or ours != absorbed or ours == 0:
-        raise RuntimeError(f"{ours} of {absorbed} attention layers are k-pool DSA, and these select tokens: {stock}")
+    if stock or ours != absorbed:
+        raise RuntimeError(
+            f"the number of layers with k-pool DSA is {ours}; accepted is {absorbed}, that of layers with "
+            f"absorbed MLA, and no DSAttention, which selects tokens: {stock}"
+        )
+    if ours != layers if layers is not None else ours == 0 and not _is_pipeline_stage(model):
+        accepted = ">= 1 in a model that is not one stage of a pipeline" if layers is None else layers
+        raise RuntimeError(f"the number of layers with k-pool DSA is {ours}; accepted is {accepted}")
     return ours
+
+
+def _is_pipeline_stage(model: nn.Module) -> bool:
+    """Whether a model of Megatron's, wrapped or not, is without its embedding or its output layer."""
+    ends = [(vars(part).get("pre_process"), vars(part).get("post_process")) for part in model.modules()]
+    return any(end is False for pair in ends for end in pair)
