@@ -135,6 +135,7 @@ LITERALS = (
     literals(f"{CLIP}:count_zeros_fp32", "the count is made on CUDA"),
     literals(f"{DISTRIBUTED}._build_model_and_main_param_groups", "parameters are sorted by CUDA type names"),
     literals("megatron.core.utils:local_multi_tensor_l2_norm", "the norm without Apex is made on CUDA"),
+    literals("megatron.core.transformer.utils:get_default_causal_mask", "the mask of plain attention is made on CUDA"),
     literals(f"{SCHEDULES}:forward_backward_no_pipelining", "the token count is made on CUDA"),
     literals(f"{SCHEDULES}:forward_backward_pipelining_with_interleaving", "the token count is made on CUDA"),
     literals(f"{SCHEDULES}:forward_backward_pipelining_without_interleaving", "the token count is made on CUDA"),

@@ -11,6 +11,7 @@ import torch
 from harness import megatron_ranks
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -126,6 +127,17 @@ def test_everything_else_in_the_spec_stays() -> None:
     theirs, ours = vars(given.submodules), vars(result.submodules)
     assert {name for name in theirs if theirs[name] != ours[name]} == {"core_attention"}
     assert use_kpool_dsa(result) == result
+
+
+def test_only_what_changes_is_copied_of_megatrons_own_hybrid_stack() -> None:
+    """Which cannot be copied as a whole: without Transformer Engine it holds a class made of closures."""
+    before = dict(vars(hybrid_stack_spec.submodules))
+    result = use_kpool_dsa(hybrid_stack_spec)
+    assert vars(hybrid_stack_spec.submodules) == before
+    after = vars(result.submodules)
+    assert {name for name in before if before[name] is not after[name]} == {"dsa_layer"}
+    assert cores(after["dsa_layer"].submodules.self_attention) == [KPoolDSAttention]
+    assert [core.module for core in cores(before["dsa_layer"].submodules.self_attention)] == [DSAttention]
 
 
 def test_shared_specs_stay_shared() -> None:

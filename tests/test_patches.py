@@ -316,7 +316,7 @@ def apply_with_a_symbol_missing() -> tuple[str, list[bool]]:
 def test_missing_symbol_is_named_and_nothing_is_changed() -> None:
     ((message, untouched),) = run_ranks(apply_with_a_symbol_missing, 1)
     assert "megatron.core.optimizer.clip_grads:count_zeros_fp32" in message
-    assert f"megatron-core {importlib.metadata.version('megatron-core')}" in message
+    assert f"megatron-core is {importlib.metadata.version('megatron-core')}" in message
     assert all(untouched)
 
 

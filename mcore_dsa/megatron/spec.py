@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -42,25 +43,22 @@ from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 
 
 def use_kpool_dsa[Spec](spec: Spec, *, whole: bool = True) -> Spec:
-    """A copy of `spec` whose absorbed-MLA layers attend through `KPoolDSAttention`.
+    """`spec`, its absorbed-MLA layers attending through `KPoolDSAttention`: a copy where it changes, shared elsewhere.
 
     `spec` is a self-attention, layer, block or stack specification, or whatever holds some: lists, mappings, a
     `ModuleSpec`'s parameters, the arguments of a `functools.partial`, attributes of an object. Other attention stays as
-    it is. A spec that uses `KPoolDSAttention` already comes back equal. With `whole=False` it is what one pipeline
+    it is. A spec that uses `KPoolDSAttention` already comes back as it is. With `whole=False` it is what one pipeline
     stage builds, which may hold no such layer.
 
     Raises: ValueError where a whole spec holds no `AbsorbedMLASelfAttention`, or where Megatron's own `DSAttention`
     stays in it because something else hosts it.
     """
-    result = copy.deepcopy(spec)
-    hosts = _specs_of(result, AbsorbedMLASelfAttention)
-    if whole and not hosts:
+    if whole and not _specs_of(spec, AbsorbedMLASelfAttention):
         raise ValueError(
             f"spec is a {type(spec).__name__} without AbsorbedMLASelfAttention; accepted is one with it, as Megatron's "
             "get_dsa_module_spec_for_backend builds it, or with whole=False a pipeline stage without such a layer"
         )
-    for host in hosts:
-        _submodules(host).core_attention = KPoolDSAttention
+    result: Spec = _plugged(spec, {})
     if _specs_of(result, DSAttention):
         raise ValueError(
             f"spec is a {type(spec).__name__} with DSAttention outside AbsorbedMLASelfAttention, where it would select "
@@ -214,6 +212,33 @@ def _hybrid_submodules(config: KPoolDSATransformerConfig, backend: BackendSpecPr
     return HybridStackSubmodules(**layers)
 
 
+def _plugged(node: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """`node`, or a copy where something in it changed. `done` keeps both by id, so that what is shared stays so."""
+    if id(node) not in done:
+        done[id(node)] = node, node
+        parts = _parts(node)
+        changed = {key: new for key, part in parts.items() if (new := _plugged(part, done)) is not part}
+        if _builds(node, AbsorbedMLASelfAttention):
+            changed |= _plugged_submodules(node, parts)
+        done[id(node)] = node, _with_parts(node, parts | changed) if changed else node
+    return done[id(node)][1]
+
+
+def _plugged_submodules(host: Any, parts: dict[Any, Any]) -> dict[Any, Any]:
+    for key, part in parts.items():
+        if isinstance(part, Mapping) and key == "params" and hasattr(part.get("submodules"), "core_attention"):
+            return {key: {**part, **_plugged_submodules(host, {"submodules": part["submodules"]})}}
+        if hasattr(part, "core_attention"):
+            if part.core_attention is KPoolDSAttention:
+                return {}
+            plugged = copy.copy(part)
+            plugged.core_attention = KPoolDSAttention
+            return {key: plugged}
+    raise ValueError(
+        f"spec holds {_built_by(host)} without submodules; accepted is it with AbsorbedMLASelfAttentionSubmodules"
+    )
+
+
 def _specs_of(root: object, module: type) -> list[Any]:
     """What builds `module` or a subclass inside `root`, each object once: specifications, partials, bare classes."""
     found = []
@@ -225,47 +250,54 @@ def _specs_of(root: object, module: type) -> list[Any]:
         if id(node) in seen:
             continue
         seen[id(node)] = node
-        built = _built_by(node)
-        if isinstance(built, type) and issubclass(built, module):
+        if _builds(node, module):
             found.append(node)
-        todo += _parts(node)
+        todo += _parts(node).values()
     return found
+
+
+def _builds(node: object, module: type) -> bool:
+    built = _built_by(node)
+    return isinstance(built, type) and issubclass(built, module)
 
 
 def _built_by(node: object) -> object:
     if isinstance(node, partial):
         return node.func
-    return get_module(node) if isinstance(node, ModuleSpec) else node
-
-
-def _parts(node: object) -> list[Any]:
-    if isinstance(node, Mapping):
-        return list(node.values())
-    if isinstance(node, list | tuple | set | frozenset):
-        return list(node)
-    if isinstance(node, partial):
-        return [*node.args, *node.keywords.values()]
     if isinstance(node, ModuleSpec):
-        return [part for name, part in vars(node).items() if name != "module"]
-    if isinstance(node, type | FunctionType | MethodType | ModuleType | nn.Module):
-        return []
-    if is_dataclass(node):
-        return [getattr(node, field.name) for field in fields(node)]
-    return list(getattr(node, "__dict__", {}).values())
+        return get_module(node) if isinstance(node.module, tuple) else node.module
+    return node
 
 
-def _submodules(host: object) -> Any:
-    given: list[Any] = []
-    if isinstance(host, ModuleSpec):
-        given = [host.submodules, host.params.get("submodules")]
-    elif isinstance(host, partial):
-        given = [host.keywords.get("submodules"), *host.args]
-    for part in given:
-        if hasattr(part, "core_attention"):
-            return part
-    raise ValueError(
-        f"spec holds {_built_by(host)} without submodules; accepted is it with AbsorbedMLASelfAttentionSubmodules"
-    )
+def _parts(node: Any) -> dict[Any, Any]:
+    """What may be or hold a specification inside `node`, by its key, place or name."""
+    if isinstance(node, Mapping):
+        return dict(node)
+    if isinstance(node, list | tuple):
+        return dict(enumerate(node))
+    if isinstance(node, partial):
+        return {**dict(enumerate(node.args)), **node.keywords}
+    if isinstance(node, type | FunctionType | MethodType | ModuleType | nn.Module | Enum):
+        return {}
+    parts = {field.name: getattr(node, field.name) for field in fields(node)} if is_dataclass(node) else {}
+    parts |= getattr(node, "__dict__", {})
+    return {name: part for name, part in parts.items() if not (isinstance(node, ModuleSpec) and name == "module")}
+
+
+def _with_parts(node: Any, parts: dict[Any, Any]) -> Any:
+    if isinstance(node, partial):
+        arguments = [parts[place] for place in range(len(node.args))]
+        return partial(node.func, *arguments, **{name: parts[name] for name in node.keywords})
+    if isinstance(node, tuple):
+        return type(node)._make(parts.values()) if hasattr(node, "_make") else tuple(parts.values())
+    result = copy.copy(node)
+    for key, part in parts.items():
+        if isinstance(node, Mapping | list):
+            result[key] = part
+        else:
+            # A frozen dataclass too.
+            object.__setattr__(result, key, part)
+    return result
 
 
 def check_wiring(model: nn.Module, *, layers: int | None = None) -> int:
