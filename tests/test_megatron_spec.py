@@ -24,6 +24,7 @@ from mcore_dsa.megatron import (
     KPoolDSAttention,
     kpool_dsa_attention_spec,
     kpool_dsa_block_spec,
+    kpool_dsa_hybrid_model,
     kpool_dsa_layer_spec,
     spec,
     use_kpool_dsa,
@@ -242,6 +243,27 @@ def test_a_stage_gets_its_own_layers(
     block = kpool_dsa_block_spec(cfg, BACKEND, vp_stage=stage, pp_rank=rank)
     assert block.layer_specs == [f"layer {number}" for number in layers]
     assert block.layer_norm is BACKEND.layer_norm(rms_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "fault"),
+    [
+        ("D-D", {}, "hybrid_layer_pattern is 'D-D', 3 layers; accepted is one of config.num_layers, 2"),
+        ("D", {}, "hybrid_layer_pattern is 'D', 1 layers; accepted is one of config.num_layers, 2"),
+        ("D|-", {}, "hybrid_layer_pattern is 'D|-', 2 parts; accepted is one of 1,"),
+        (
+            "D|-|D|-",
+            {"num_layers": 4, "pipeline_model_parallel_size": 2},
+            "hybrid_layer_pattern is 'D|-|D|-', 4 parts; accepted is one of 2,",
+        ),
+    ],
+)
+def test_a_pattern_that_megatron_would_build_a_part_of_is_refused(
+    pattern: str, options: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ValueError, match="hybrid_layer_pattern") as refused:
+        kpool_dsa_hybrid_model(config(**options), vocab_size=64, max_sequence_length=ROWS, hybrid_layer_pattern=pattern)
+    assert str(refused.value).startswith(fault)
 
 
 @pytest.mark.parametrize("number", [0, 3, -1])

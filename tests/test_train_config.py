@@ -9,6 +9,7 @@ from train_runs import FLAG, ROOT, tiny
 
 from mcore_dsa.train.config import parse_config
 
+HYBRID = "--model.host hybrid --model.num_layers 4 --model.hybrid_layer_pattern"
 RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml"))
 
 
@@ -86,6 +87,20 @@ def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
             "--model.hybrid_layer_pattern D-",
             2,
             "model.hybrid_layer_pattern is 'D-'; accepted with model.host gpt is null",
+        ),
+        (f"{HYBRID}='D-D' --model.num_layers 4", 2, "is 'D-D'; accepted is one of model.num_layers letters, 4"),
+        (f"{HYBRID}='D*D-'", 2, "is 'D*D-'; accepted are the letters 'D', at least once, and '-'"),
+        (f"{HYBRID}='----'", 2, "is '----'; accepted are the letters 'D', at least once, and '-'"),
+        (f"{HYBRID}='D-|D-'", 2, "accepted is one of parallel.pipeline * parallel.virtual_pipeline parts, 1"),
+        (
+            f"{HYBRID}='D-D-' --parallel.pipeline 2",
+            4,
+            "accepted is one of parallel.pipeline * parallel.virtual_pipeline",
+        ),
+        (
+            f"{HYBRID}='D|-|D|-' --parallel.pipeline 2",
+            4,
+            "accepted is one of parallel.pipeline * parallel.virtual_pipeline",
         ),
         ("--training.min_lr 1", 2, "training.min_lr is 1.0; accepted is at most training.lr"),
         ("--training.warmup_steps 4", 2, "training.warmup_steps is 4; accepted is less than the 4 steps"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from train_runs import tiny
 
 from mcore_dsa.train.data import Corpus, Windows, micro_batches, read_corpus
 
@@ -222,3 +223,13 @@ def test_the_default_is_the_standard_library() -> None:
     assert corpus.tokens.tobytes()[: len(start)] == start
     assert len(corpus.tokens) == 2**20
     assert corpus.files > 10
+
+
+def test_a_run_says_what_it_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from mcore_dsa.train import job
+
+    os.mkfifo(folder / "sub" / "pipe")
+    config = tiny(folder / "run", f"--data {folder / 'sub'} --training.sequence_length 2")
+    job._open_run_dir(job.prepare(config, 2))
+    said = [record.getMessage() for record in caplog.records if record.name == job.__name__]
+    assert said[1:] == [f"1 entries of data were left out, among them {folder / 'sub/pipe'} (no regular file)"]

@@ -20,6 +20,10 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import (
+    get_hybrid_total_layer_count,
+    get_hybrid_total_pipeline_segment_count,
+)
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -156,7 +160,11 @@ def kpool_dsa_hybrid_model(
     """A `HybridModel` whose `D` layers are k-pool DSA, `-` a dense MLP and `E` MoE, as in `D-DE`.
 
     `config.num_layers` is the number of letters: Hybrid counts attention and MLP as layers of their own.
+
+    Raises: ValueError where the pattern has another number of letters, or parts between `|` than pipeline stages and
+    their chunks: Megatron would build what it comes to, and leave out the rest without an error.
     """
+    _check_pattern(config, hybrid_layer_pattern)
     backend = default_backend(config) if backend is None else backend
     model = HybridModel(
         config,
@@ -173,6 +181,21 @@ def kpool_dsa_hybrid_model(
     )
     check_wiring(model)
     return model
+
+
+def _check_pattern(config: KPoolDSATransformerConfig, pattern: str) -> None:
+    letters, parts = get_hybrid_total_layer_count(pattern), get_hybrid_total_pipeline_segment_count(pattern)
+    if letters != config.num_layers:
+        raise ValueError(
+            f"hybrid_layer_pattern is {pattern!r}, {letters} layers; accepted is one of config.num_layers, "
+            f"{config.num_layers}"
+        )
+    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    if parts not in (1, chunks):
+        raise ValueError(
+            f"hybrid_layer_pattern is {pattern!r}, {parts} parts; accepted is one of {chunks}, one for each chunk "
+            "of each pipeline stage"
+        )
 
 
 def _layer_specs(config: KPoolDSATransformerConfig, backend: BackendSpecProvider) -> list[ModuleSpec]:

@@ -26,7 +26,8 @@ class ModelConfig:
 
     Attributes:
         host: Megatron's model class around the attention, GPTModel or HybridModel.
-        hybrid_layer_pattern: HybridModel's pattern, one letter a layer ('D' attention, '-' MLP); null with host gpt.
+        hybrid_layer_pattern: HybridModel's pattern, one letter a layer ('D' attention, '-' MLP) and '|' between the
+            pipeline's chunks; null with host gpt.
         num_layers: transformer layers; with host hybrid the letters of the pattern.
         hidden_size: channels of a hidden row.
         ffn_hidden_size: channels inside an MLP.
@@ -247,9 +248,28 @@ class JobConfig:
             ]
         return []
 
+    def _pattern_faults(self) -> list[str]:
+        """What Megatron would build a part of, without an error, or could not build."""
+        pattern, parallel = self.model.hybrid_layer_pattern, self.parallel
+        if pattern is None or self.model.host == "gpt":
+            return []
+        name = f"model.hybrid_layer_pattern is {pattern!r}"
+        parts, chunks = pattern.split("|"), parallel.pipeline * (parallel.virtual_pipeline or 1)
+        letters = "".join(parts)
+        faults = []
+        if "D" not in letters or set(letters) - set("D-"):
+            faults.append(f"{name}; accepted are the letters 'D', at least once, and '-'")
+        if len(letters) != self.model.num_layers:
+            faults.append(f"{name}; accepted is one of model.num_layers letters, {self.model.num_layers}")
+        if len(parts) != chunks:
+            faults.append(
+                f"{name}; accepted is one of parallel.pipeline * parallel.virtual_pipeline parts, {chunks}, between '|'"
+            )
+        return faults
+
     def _other_faults(self) -> list[str]:
         model, training = self.model, self.training
-        faults = []
+        faults = self._pattern_faults()
         if (model.hybrid_layer_pattern is None) != (model.host == "gpt"):
             accepted = "null" if model.host == "gpt" else "a pattern such as 'D-D-'"
             pattern = f"model.hybrid_layer_pattern is {model.hybrid_layer_pattern!r}"
