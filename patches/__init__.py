@@ -1,6 +1,6 @@
 """Temporary changes to the installed megatron-core; README.md beside this file says what retires each.
 
-Importing this package does not import Megatron: that happens in :func:`apply`.
+Importing this package does not import Megatron: that happens in `apply`.
 """
 
 import importlib
@@ -20,11 +20,10 @@ def apply() -> PatchReport:
     """Make the installed megatron-core run the paths this project uses; what was done is returned and logged.
 
     A second call changes nothing and returns the first report. Patches that stand in for CUDA are left out where
-    ``torch.cuda.is_available()``; those for what is wrong on every device are not.
+    `torch.cuda.is_available()`; those for what is wrong on every device are not.
 
-    Raises:
-        MissingSymbolError: the installed megatron-core lacks a symbol that a patch replaces. Nothing was changed.
-        ModuleNotFoundError: megatron-core is not installed.
+    Raises: MissingSymbolError where the installed megatron-core lacks a symbol that a patch replaces, and nothing was
+    changed; ModuleNotFoundError where it is not installed.
     """
     core = importlib.import_module("megatron.core")
     applied: PatchReport | None = getattr(core, MARKER, None)

@@ -1,7 +1,7 @@
 """Stand-ins for CUDA, installed only where there is none.
 
 A function of torch is replaced for the whole process only if without CUDA it can do nothing but raise. What means
-something on a CPU too (``torch.zeros``, ``Tensor.type``, ``torch.cuda.manual_seed``) is changed only as the Megatron
+something on a CPU too (`torch.zeros`, `Tensor.type`, `torch.cuda.manual_seed`) is changed only as the Megatron
 functions listed here see it: everybody else keeps theirs, no mode watches every call, and threads make no difference.
 """
 
@@ -27,7 +27,7 @@ WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 def torch_cuda(name: str, reason: str) -> Patch:
-    """``torch.cuda.<name>`` becomes ``torch.cpu.<name>``, PyTorch's own counterpart."""
+    """`torch.cuda.<name>` becomes `torch.cpu.<name>`, PyTorch's own counterpart."""
 
     def install() -> None:
         setattr(torch.cuda, name, getattr(torch.cpu, name))
@@ -61,7 +61,7 @@ def cpu_literals(constant: Any) -> Any:
 
 
 def literals(symbol: str, reason: str) -> Patch:
-    """The literals ``"cuda"`` and ``"torch.cuda.*Tensor"`` inside one function name the CPU.
+    """The literals `"cuda"` and `"torch.cuda.*Tensor"` inside one function name the CPU.
 
     The function object stays the same, so whoever imported it earlier runs the changed code too.
     """
@@ -78,7 +78,7 @@ def literals(symbol: str, reason: str) -> Patch:
 
 
 class _CpuGenerator:
-    """``torch.cuda`` as Megatron's random-state tracker uses it, over the CPU's default generator."""
+    """`torch.cuda` as Megatron's random-state tracker uses it, over the CPU's default generator."""
 
     get_rng_state = staticmethod(lambda device="cpu": torch.get_rng_state())
     manual_seed = staticmethod(torch.manual_seed)
@@ -90,7 +90,7 @@ class _CpuGenerator:
 
 
 class _TorchOfTracker:
-    """``torch`` as ``megatron.core.tensor_parallel.random`` sees it."""
+    """`torch` as `megatron.core.tensor_parallel.random` sees it."""
 
     cuda = _CpuGenerator()
 
@@ -100,7 +100,7 @@ class _TorchOfTracker:
 
 def _set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
     if graph_safe:
-        raise ValueError("graph_safe=True: a CUDA graph needs CUDA; accepted is False")
+        raise ValueError("graph_safe is True; accepted is False: a CUDA graph needs CUDA")
     torch.set_rng_state(new_state)
 
 
@@ -135,6 +135,7 @@ LITERALS = (
     literals(f"{CLIP}:count_zeros_fp32", "the count is made on CUDA"),
     literals(f"{DISTRIBUTED}._build_model_and_main_param_groups", "parameters are sorted by CUDA type names"),
     literals("megatron.core.utils:local_multi_tensor_l2_norm", "the norm without Apex is made on CUDA"),
+    literals("megatron.core.transformer.utils:get_default_causal_mask", "the mask of plain attention is made on CUDA"),
     literals(f"{SCHEDULES}:forward_backward_no_pipelining", "the token count is made on CUDA"),
     literals(f"{SCHEDULES}:forward_backward_pipelining_with_interleaving", "the token count is made on CUDA"),
     literals(f"{SCHEDULES}:forward_backward_pipelining_without_interleaving", "the token count is made on CUDA"),

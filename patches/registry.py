@@ -19,7 +19,7 @@ class MissingSymbolError(RuntimeError):
 class Patch:
     """One temporary change.
 
-    ``symbols`` are ``module:qualname`` names that must exist before anything is installed. ``skip`` returns why this
+    `symbols` are `module:qualname` names that must exist before anything is installed. `skip` returns why this
     process does not need the change (mended upstream, another package present), or None where it does.
     """
 
@@ -33,7 +33,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one patch: ``why`` is its reason if ``replaced``, else why it was skipped."""
+    """What became of one patch: `why` is its reason if `replaced`, else why it was skipped."""
 
     name: str
     replaced: bool
@@ -82,6 +82,6 @@ def _require_symbols(patch: Patch, version: str) -> None:
             pkgutil.resolve_name(symbol)
         except (AttributeError, ImportError) as error:
             raise MissingSymbolError(
-                f"patch {patch.name!r} replaces {symbol}, which megatron-core {version} does not have ({error}). "
-                "Supported are megatron-core >=0.19,<0.21; patches/README.md says what the patch is for."
+                f"megatron-core is {version}, without {symbol} ({error}); accepted is >=0.19,<0.21: patch "
+                f"{patch.name!r} replaces it, and patches/README.md says what for"
             ) from error

@@ -14,17 +14,21 @@ HOLDERS = tuple(f"{EMBEDDINGS}.{m}" for m in ("rope_utils", "rotary_pos_embeddin
 
 
 def rows_of_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """The rows of a position table that this context-parallel rank owns: chunks r and ``2 * cp - 1 - r`` of ``2 * cp``.
+    """The rows of a position table that this context-parallel rank owns: chunks r and `2 * cp - 1 - r` of `2 * cp`.
 
-    Same values as Megatron's function; the chunk length is computed and not left to ``view(-1)``, which has no answer
+    Same values as Megatron's function; the chunk length is computed and not left to `view(-1)`, which has no answer
     for an empty table, and the index goes through no pinned memory.
     """
     if cp_group is None:
-        raise ValueError("cp_group=None: a context-parallel process group is needed to choose the rows")
+        raise ValueError(
+            "cp_group is None; accepted is a context-parallel process group, to choose the rows of its rank"
+        )
     chunks = 2 * cp_group.size()
     rows = pos_emb.shape[seq_dim]
     if rows % chunks:
-        raise ValueError(f"pos_emb has {rows} rows on dim {seq_dim}: accepted is a multiple of 2 * cp = {chunks}")
+        raise ValueError(
+            f"the length of pos_emb on dim {seq_dim} is {rows}; accepted is a multiple of 2 * cp, {chunks}"
+        )
     chunk = rows // chunks
     first = cp_group.rank() * chunk
     mirrored = rows - first - chunk

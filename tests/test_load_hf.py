@@ -197,18 +197,18 @@ def test_it_needs_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder, _ = written(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     (line,) = refused(tiny(tmp_path / "run", f"--load_hf {folder}"))
-    assert line.endswith("needs safetensors: pip install 'mcore-dsa[hf]' brings it")
+    assert line.endswith("accepted without safetensors is null: pip install 'mcore-dsa[hf]'")
 
 
 def test_it_is_refused_together_with_resume(tmp_path: Path) -> None:
     folder, _ = written(tmp_path)
     (line,) = refused(tiny(tmp_path / "run", f"--load_hf {folder} --resume"))
-    assert line.startswith(f"load_hf={str(folder)!r}; accepted with resume=true: null")
+    assert line.startswith(f"load_hf is {str(folder)!r}; accepted with resume true is null")
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (line,) = refused(tiny(tmp_path / "run", f"--load_hf {tmp_path / 'absent'}"))
-    assert line.startswith("load_hf='")
+    assert line.startswith("load_hf is '")
     assert "absent" in line
     (tmp_path / "empty").mkdir()
     (line,) = refused(tiny(tmp_path / "run", f"--load_hf {tmp_path / 'empty'}"))
@@ -243,7 +243,7 @@ def test_every_size_that_differs_is_named(tmp_path: Path) -> None:
     folder, _ = written(tmp_path, **{theirs: value for theirs, _, value in changes.values()})
     lines = refused(tiny(tmp_path / "run", f"--load_hf {folder} --model.num_layers 6"))
     assert lines[:-1] == [
-        f"model.{ours}={own!r}; accepted with load_hf={str(folder)!r}: {value!r}"
+        f"model.{ours} is {own!r}; accepted with load_hf {str(folder)!r} is {value!r}"
         for ours, (_, own, value) in changes.items()
     ]
-    assert lines[-1] == f"model has 6 DSA layers; accepted with load_hf={str(folder)!r}: at most its 4"
+    assert lines[-1] == f"the number of DSA layers is 6; accepted with load_hf {str(folder)!r} is at most its 4"

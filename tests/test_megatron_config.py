@@ -1,6 +1,8 @@
 """The configuration: its defaults, what it refuses, and how a checkpoint's geometry becomes one."""
 
-from dataclasses import fields
+import copy
+import pickle
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,23 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("rope_type", "yarn", "'rope'"),
     ("rotary_scaling_factor", 40.0, "1.0"),
     ("softmax_scale", 0.5, "None"),
+    ("use_mup", True, "False: it sets softmax_scale"),
     ("softmax_type", "off-by-one", "'vanilla'"),
     ("window_size", (8, 0), "None"),
     ("qk_clip", True, "False"),
+    ("qk_l2_norm", True, "False"),
+    ("log_max_attention_logit", True, "False"),
+    ("attention_output_gate", True, "False"),
+    ("layernorm_zero_centered_gamma", True, "False"),
+    ("fp8", "hybrid", "None"),
+    ("fp8", "e4m3", "None"),
+    ("fp4", "e2m1", "None"),
+    ("quant_recipe", object(), "None"),
+    ("use_kitchen", True, "False"),
+    ("gtp_weight_remat_size", 2, "1"),
     ("cuda_graph_impl", "local", "'none': a selection synchronises with the host"),
+    ("enable_cuda_graph", True, "False: a selection synchronises with the host"),
+    ("external_cuda_graph", True, "False: a selection synchronises with the host"),
     ("mtp_num_layers", 1, "None: multi-token prediction"),
     ("add_bias_linear", True, "False"),
     ("attention_dropout", 0.1, "0.0"),
@@ -91,6 +106,54 @@ def test_a_field_that_does_not_fit_is_refused_by_name(name: str, value: Any, acc
         config(**{name: value})
     assert f"{name} is {value!r}; accepted is " in str(raised.value).replace("accepted are", "accepted is")
     assert accepted in str(raised.value)
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+CHUNKS = {"num_layers": 4, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+LAYOUT = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t|tL"}
+SINGLE = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        (TP2, "sequence_parallel is False; accepted with tensor_model_parallel_size 2 is True"),
+        (CHUNKS, "batch_p2p_comm is True; accepted with 2 pipeline stages of 2 chunks is False"),
+        # Megatron derives these while it finishes the configuration.
+        (LAYOUT, "batch_p2p_comm is True; accepted with 2 pipeline stages of 2 chunks is False"),
+        ({"tensor_parallel_num_weight_shards": 2}, "gtp_weight_remat_size is 2; accepted is 1"),
+    ],
+)
+def test_what_only_does_not_fit_together_is_refused_by_name(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match="k-pool DSA configuration") as raised:
+        config(**fields)
+    assert fault in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**TP2, "sequence_parallel": True},
+        {**CHUNKS, **SINGLE},
+        {**CHUNKS, "batch_p2p_comm": False},
+        {**LAYOUT, **SINGLE},
+        {"num_layers": 8, "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+    ],
+)
+def test_what_fits_together_is_accepted(fields: dict[str, Any]) -> None:
+    built = config(**fields)
+    assert {name: getattr(built, name) for name in fields if not name.endswith("layout")} == {
+        name: value for name, value in fields.items() if not name.endswith("layout")
+    }
+
+
+def test_a_finished_configuration_is_copied_and_accepted_again() -> None:
+    built = config()
+    for again in (replace(built), copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+        assert again.dsa_indexer_topk_freq == 1
+        with pytest.raises(TypeError, match="accepted by Megatron's DSAttention"):
+            bool(again.dsa_indexer_topk_freq)
 
 
 def test_all_faults_are_reported_at_once() -> None:

@@ -1,6 +1,7 @@
 """Where `KPoolDSAttention` is put, and that no token-level selection of Megatron's stays behind."""
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -9,21 +10,21 @@ import pytest
 import torch
 from harness import megatron_ranks
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from models import BATCH, OFF, ON, ROWS, VOCAB, Run, assert_equal, attentions, config, gpt, hybrid, train
+from models import BATCH, OFF, ON, ROWS, Run, assert_equal, attentions, config, gpt, hybrid, train
 
 from mcore_dsa.megatron import (
     KPoolDSAttention,
-    check_wiring,
     kpool_dsa_attention_spec,
     kpool_dsa_block_spec,
+    kpool_dsa_hybrid_model,
     kpool_dsa_layer_spec,
     spec,
     use_kpool_dsa,
@@ -41,6 +42,13 @@ class OwnMLA(AbsorbedMLASelfAttention):
 class OwnSubmodules:
     block: Any
     label: str = "own"
+
+
+class PlainHolder:
+    """No dataclass, as a host of somebody's own may hold its specifications."""
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
 
 
 def stock_attention() -> ModuleSpec:
@@ -61,9 +69,15 @@ def cores(node: Any) -> list[Any]:
         return [node.submodules.core_attention]
     if isinstance(node, list | tuple):
         return [core for child in node for core in cores(child)]
+    if isinstance(node, dict):
+        return cores(list(node.values()))
     if isinstance(node, partial):
-        return cores(list(node.keywords.values()))
-    return cores([value for value in vars(node).values() if hasattr(value, "__dict__") or isinstance(value, list)])
+        return cores([*node.args, *node.keywords.values()])
+    if hasattr(node, "core_attention"):
+        return [node.core_attention]
+    if isinstance(node, type | Enum) or not hasattr(node, "__dict__"):
+        return []
+    return cores(list(vars(node).values()))
 
 
 def nestings() -> dict[str, Any]:
@@ -79,6 +93,15 @@ def nestings() -> dict[str, Any]:
         "hybrid stack": ModuleSpec(HybridStack, submodules=HybridStackSubmodules(dsa_layer=layer)),
         "own dataclass": OwnSubmodules(stock_block()),
         "partial": partial(torch.nn.Identity, submodules=[layer]),
+        "partial's positional arguments": partial(torch.nn.Identity, 1, layer),
+        "partial of the attention": partial(AbsorbedMLASelfAttention, submodules=stock_attention().submodules),
+        "dict": {"attention": {1: stock_attention()}},
+        "parameters of a module": ModuleSpec(torch.nn.Module, params={"layers": (layer,)}),
+        "submodules among parameters": ModuleSpec(OwnMLA, params={"submodules": stock_attention().submodules}),
+        "module by name": ModuleSpec(
+            (AbsorbedMLASelfAttention.__module__, "AbsorbedMLASelfAttention"), submodules=stock_attention().submodules
+        ),
+        "own class": PlainHolder([layer]),
         "beside a subclass": [layer, ModuleSpec(OwnMLA, submodules=stock_attention().submodules)],
     }
 
@@ -105,6 +128,17 @@ def test_everything_else_in_the_spec_stays() -> None:
     theirs, ours = vars(given.submodules), vars(result.submodules)
     assert {name for name in theirs if theirs[name] != ours[name]} == {"core_attention"}
     assert use_kpool_dsa(result) == result
+
+
+def test_only_what_changes_is_copied_of_megatrons_own_hybrid_stack() -> None:
+    """Which cannot be copied as a whole: without Transformer Engine it holds a class made of closures."""
+    before = dict(vars(hybrid_stack_spec.submodules))
+    result = use_kpool_dsa(hybrid_stack_spec)
+    assert vars(hybrid_stack_spec.submodules) == before
+    after = vars(result.submodules)
+    assert {name for name in before if before[name] is not after[name]} == {"dsa_layer"}
+    assert cores(after["dsa_layer"].submodules.self_attention) == [KPoolDSAttention]
+    assert [core.module for core in cores(before["dsa_layer"].submodules.self_attention)] == [DSAttention]
 
 
 def test_shared_specs_stay_shared() -> None:
@@ -135,14 +169,41 @@ def test_attention_of_another_kind_stays_in_a_mixed_block() -> None:
     ids=["layer", "block", "list", "hybrid", "core alone", "class", "None"],
 )
 def test_a_spec_without_absorbed_mla_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=f"the {type(given).__name__} holds no AbsorbedMLASelfAttention"):
+    with pytest.raises(ValueError, match=f"spec is a {type(given).__name__} without AbsorbedMLASelfAttention"):
         use_kpool_dsa(given)
+    # A stage of a pipeline may be without it.
+    result = use_kpool_dsa(given, whole=False)
+    assert (type(result), cores(result)) == (type(given), cores(given))
 
 
-def test_stock_selection_under_another_host_is_refused() -> None:
+@pytest.mark.parametrize(
+    "host", [AbsorbedMLASelfAttention, ModuleSpec(OwnMLA), partial(OwnMLA, layer_number=1)], ids=str
+)
+def test_absorbed_mla_without_submodules_is_refused(host: Any) -> None:
+    with pytest.raises(ValueError, match=r"spec holds .* without submodules; accepted is it with"):
+        use_kpool_dsa({"attention": host})
+
+
+def stock_under_another_host() -> dict[str, Any]:
     hosted = ModuleSpec(MLASelfAttention, submodules=stock_attention().submodules)
-    with pytest.raises(ValueError, match="holds a DSAttention outside AbsorbedMLASelfAttention"):
-        use_kpool_dsa([stock_layers()[0], OwnSubmodules(hosted)])
+    core = stock_attention().submodules.core_attention
+    return {
+        "dataclass": OwnSubmodules(hosted),
+        "dict": {"attention": hosted},
+        "parameters": ModuleSpec(torch.nn.Identity, params={"attention": hosted}),
+        "positional": partial(torch.nn.Identity, hosted),
+        "own class": PlainHolder(hosted),
+        "class": OwnSubmodules(DSAttention),
+        "partial": {"core": partial(DSAttention, submodules=core.submodules)},
+        "name": ModuleSpec((DSAttention.__module__, "DSAttention"), submodules=core.submodules),
+    }
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", list(stock_under_another_host()))
+def test_stock_selection_under_another_host_is_refused(name: str, whole: bool) -> None:
+    with pytest.raises(ValueError, match="with DSAttention outside AbsorbedMLASelfAttention"):
+        use_kpool_dsa([stock_layers()[0], stock_under_another_host()[name]], whole=whole)
 
 
 def test_layer_specs_follow_the_moe_pattern() -> None:
@@ -157,7 +218,7 @@ def test_layer_specs_follow_the_moe_pattern() -> None:
     assert cores(kpool_dsa_attention_spec(mixed)) == [KPoolDSAttention]
 
 
-VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": False}
 LAYOUT = {"pipeline_model_parallel_layout": "Et|tttL"}
 
 
@@ -184,43 +245,31 @@ def test_a_stage_gets_its_own_layers(
     assert block.layer_norm is BACKEND.layer_norm(rms_norm=True)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "options", "fault"),
+    [
+        ("D-D", {}, "hybrid_layer_pattern is 'D-D', 3 layers; accepted is one of config.num_layers, 2"),
+        ("D", {}, "hybrid_layer_pattern is 'D', 1 layers; accepted is one of config.num_layers, 2"),
+        ("D|-", {}, "hybrid_layer_pattern is 'D|-', 2 parts; accepted is one of 1,"),
+        (
+            "D|-|D|-",
+            {"num_layers": 4, "pipeline_model_parallel_size": 2},
+            "hybrid_layer_pattern is 'D|-|D|-', 4 parts; accepted is one of 2,",
+        ),
+    ],
+)
+def test_a_pattern_that_megatron_would_build_a_part_of_is_refused(
+    pattern: str, options: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(ValueError, match="hybrid_layer_pattern") as refused:
+        kpool_dsa_hybrid_model(config(**options), vocab_size=64, max_sequence_length=ROWS, hybrid_layer_pattern=pattern)
+    assert str(refused.value).startswith(fault)
+
+
 @pytest.mark.parametrize("number", [0, 3, -1])
 def test_a_layer_number_outside_the_model_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=f"layer_number is {number}; accepted is 1 <= layer_number <= 2"):
         kpool_dsa_layer_spec(config(), BACKEND, layer_number=number)
-
-
-def wiring_faults() -> dict[str, str]:
-    """What the builders say when Megatron's own selection would run."""
-    said: dict[str, str] = {}
-
-    def record(name: str, run: Any) -> None:
-        with pytest.raises(RuntimeError) as raised:
-            run()
-        said[name] = str(raised.value)
-
-    cfg = config()
-    vars(spec).update(use_kpool_dsa=lambda given: given)
-    record("gpt", lambda: gpt(cfg))
-    record("hybrid", lambda: hybrid(cfg, "D-"))
-    block = TransformerBlockSubmodules(layer_specs=stock_layers(), layer_norm=BACKEND.layer_norm(rms_norm=True))
-    model = GPTModel(cfg, block, VOCAB, ROWS, position_embedding_type="none")
-    said["stock"] = str([name for name, module in model.named_modules() if isinstance(module, DSAttention)])
-    record("built by somebody else", lambda: check_wiring(model))
-    record("nothing of it", lambda: check_wiring(torch.nn.Linear(1, 1)))
-    return said
-
-
-def test_a_stock_selection_is_detected() -> None:
-    (said,) = megatron_ranks(wiring_faults, 1)
-    stock = "['decoder.layers.0.self_attention.core_attention', 'decoder.layers.1.self_attention.core_attention']"
-    # A model of Megatron's own specification does hold what the builders refuse.
-    assert said["stock"] == stock
-    assert said["gpt"] == f"0 of 2 attention layers are k-pool DSA, and these select tokens: {stock}"
-    assert said["built by somebody else"] == said["gpt"]
-    assert said["nothing of it"] == "0 of 0 attention layers are k-pool DSA, and these select tokens: []"
-    assert said["hybrid"].startswith("0 of 1 attention layers are k-pool DSA")
-    assert "'decoder.layers.0.self_attention.core_attention'" in said["hybrid"]
 
 
 MOE = {

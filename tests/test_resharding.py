@@ -10,7 +10,7 @@ from harness import megatron_ranks
 from megatron.core import parallel_state
 from models import gathered
 from torch import Tensor, nn
-from train_runs import FLAG, tiny
+from train_runs import FLAG, tiny, trainer_of, whole
 
 from mcore_dsa.train.config import JobConfig
 
@@ -31,15 +31,7 @@ class State:
 
 
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    weights = {}
-    for name, parameter in module.named_parameters():
-        value = parameter.detach().clone()
-        if getattr(parameter, "tensor_model_parallel", False):
-            # A gated unit's first layer holds two halves, each of them sharded.
-            parts = value.chunk(2) if name.endswith("linear_fc1.weight") else (value,)
-            value = torch.cat([gathered(part, parameter.partition_dim) for part in parts])
-        weights[name] = value
-    return weights
+    return {name: whole(name, parameter, parameter.detach()) for name, parameter in module.named_parameters()}
 
 
 @torch.no_grad()
@@ -62,14 +54,6 @@ def rounding(module: nn.Module, rows: int) -> float:
     for parameter, value in zip(module.parameters(), moved, strict=True):
         parameter.copy_(value)
     return float((other - right).abs().max())
-
-
-def trainer_of(config: JobConfig) -> tuple[Any, str]:
-    from mcore_dsa.train.job import prepare
-    from mcore_dsa.train.loop import Trainer
-
-    job = prepare(config, torch.distributed.get_world_size())
-    return Trainer(config, job.windows, torch.device("cpu")), job.corpus.digest
 
 
 def continued(trainer: Any) -> State:

@@ -166,10 +166,10 @@ def run_until_power_fails(config: JobConfig) -> None:
 def test_resuming_refuses_another_run(tmp_path: Path) -> None:
     from mcore_dsa.train.job import prepare
 
-    with pytest.raises(ValueError, match=r"resume=true: .* holds no complete checkpoint; accepted: a run_dir with one"):
+    with pytest.raises(ValueError, match=r"resume is true; accepted is false: .* holds no complete checkpoint"):
         prepare(tiny(tmp_path / "nothing", "--resume"), 2)
     start(tiny(tmp_path, "--training.steps 2"))
-    with pytest.raises(ValueError, match="accepted when resuming") as refused:
+    with pytest.raises(ValueError, match="accepted to resume") as refused:
         prepare(
             tiny(
                 tmp_path, "--resume --training.lr 0.1 --model.hidden_dropout 0 --max_data_bytes 9000 --training.steps 2"
@@ -178,9 +178,9 @@ def test_resuming_refuses_another_run(tmp_path: Path) -> None:
         )
     lines = str(refused.value).splitlines()
     fields = ["digest of data", "model.hidden_dropout", "training.lr", "training.steps"]
-    assert [line.partition("=")[0] for line in lines] == fields
-    assert f"accepted when resuming from {tmp_path}" in lines[1]
-    assert lines[1].endswith(": 0.1")
+    assert [line.partition(" is ")[0] for line in lines] == fields
+    assert f"accepted to resume {tmp_path}" in lines[1]
+    assert lines[1].endswith(" is 0.1")
     prepare(tiny(tmp_path, "--resume --training.steps 3"), 2)
 
 
@@ -240,7 +240,7 @@ def test_ranks_that_were_told_different_things_say_so_on_every_rank(tmp_path: Pa
     with pytest.raises(RanksFailed) as failed:
         run_ranks(run_with_a_seed_of_its_own, 2, tiny(tmp_path))
     message = str(failed.value)
-    assert message.count("ValueError: configuration: rank 1 has") == 2
+    assert message.count("ValueError: configuration is") == 2
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ from train_runs import FLAG, ROOT, tiny
 
 from mcore_dsa.train.config import parse_config
 
+HYBRID = "--model.host hybrid --model.num_layers 4 --model.hybrid_layer_pattern"
 RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml"))
 
 
@@ -51,29 +52,65 @@ def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("options", "ranks", "fault"),
     [
-        ("", 3, "3 ranks; accepted: a multiple of parallel.tensor * parallel.pipeline = 2"),
-        ("--parallel.tensor 3", 3, "model.num_attention_heads=4; accepted: a multiple of parallel.tensor = 3"),
-        ("--model.ffn_hidden_size 63", 2, "model.ffn_hidden_size=63; accepted: a multiple of parallel.tensor = 2"),
+        ("", 3, "the number of ranks is 3; accepted is a multiple of parallel.tensor * parallel.pipeline, 2"),
+        ("--parallel.tensor 3", 3, "model.num_attention_heads is 4; accepted is a multiple of parallel.tensor, 3"),
+        ("--model.ffn_hidden_size 63", 2, "model.ffn_hidden_size is 63; accepted is a multiple of parallel.tensor, 2"),
         (
             "--training.sequence_length 33",
             2,
-            "training.sequence_length=33; accepted: a multiple of parallel.tensor = 2",
+            "training.sequence_length is 33; accepted is a multiple of parallel.tensor, 2",
         ),
-        ("--training.global_batch_size 5", 4, "training.global_batch_size=5; accepted: a multiple of"),
-        ("--parallel.pipeline 4", 8, "model.num_layers=2; accepted: a multiple of"),
-        ("--parallel.virtual_pipeline 2", 2, "parallel.virtual_pipeline=2; accepted with parallel.pipeline=1: null"),
+        ("--training.global_batch_size 5", 4, "training.global_batch_size is 5; accepted is a multiple of"),
+        ("--parallel.pipeline 4", 8, "model.num_layers is 2; accepted is a multiple of"),
         (
-            "--parallel.pipeline 2 --parallel.virtual_pipeline 1 --training.global_batch_size 2",
-            4,
-            "makes 1 micro batches a step; accepted with parallel.virtual_pipeline: at least parallel.pipeline = 2",
+            "--parallel.virtual_pipeline 2",
+            2,
+            "parallel.virtual_pipeline is 2; accepted with parallel.pipeline 1 is null",
         ),
-        ("--model.host hybrid", 2, "model.hybrid_layer_pattern=None; accepted with model.host=hybrid: a pattern"),
-        ("--model.hybrid_layer_pattern D-", 2, "model.hybrid_layer_pattern='D-'; accepted with model.host=gpt: null"),
-        ("--training.min_lr 1", 2, "training.min_lr=1.0; accepted: at most training.lr"),
-        ("--training.warmup_steps 4", 2, "training.warmup_steps=4; accepted: fewer than the 4 steps"),
-        ("--model.hidden_dropout 1", 2, "model.hidden_dropout=1.0; accepted: 0 to below 1"),
-        ("--training.seed 2147483648", 2, "training.seed=2147483648; accepted: 0 to below 2**31"),
-        ("--compare-unsharded --parallel.tensor 1", 1, "compare_unsharded=true with parallel.tensor=1; accepted: 2"),
+        (
+            "--parallel.pipeline 2 --parallel.virtual_pipeline 1",
+            4,
+            "parallel.virtual_pipeline is 1; accepted is null, or an integer >= 2",
+        ),
+        (
+            "--model.num_layers 4 --parallel.pipeline 2 --parallel.virtual_pipeline 2 --training.global_batch_size 2",
+            4,
+            "training.global_batch_size is 2, 1 micro batches a step; accepted with parallel.virtual_pipeline is a",
+        ),
+        (
+            "--model.num_layers 4 --parallel.pipeline 2 --parallel.virtual_pipeline 2 --training.global_batch_size 6",
+            4,
+            "training.global_batch_size is 6, 3 micro batches a step; accepted with parallel.virtual_pipeline is a",
+        ),
+        ("--model.host hybrid", 2, "model.hybrid_layer_pattern is None; accepted with model.host hybrid is a pattern"),
+        (
+            "--model.hybrid_layer_pattern D-",
+            2,
+            "model.hybrid_layer_pattern is 'D-'; accepted with model.host gpt is null",
+        ),
+        (f"{HYBRID}='D-D' --model.num_layers 4", 2, "is 'D-D'; accepted is one of model.num_layers letters, 4"),
+        (f"{HYBRID}='D*D-'", 2, "is 'D*D-'; accepted are the letters 'D', at least once, and '-'"),
+        (f"{HYBRID}='----'", 2, "is '----'; accepted are the letters 'D', at least once, and '-'"),
+        (f"{HYBRID}='D-|D-'", 2, "accepted is one of parallel.pipeline * parallel.virtual_pipeline parts, 1"),
+        (
+            f"{HYBRID}='D-D-' --parallel.pipeline 2",
+            4,
+            "accepted is one of parallel.pipeline * parallel.virtual_pipeline",
+        ),
+        (
+            f"{HYBRID}='D|-|D|-' --parallel.pipeline 2",
+            4,
+            "accepted is one of parallel.pipeline * parallel.virtual_pipeline",
+        ),
+        ("--training.min_lr 1", 2, "training.min_lr is 1.0; accepted is at most training.lr"),
+        ("--training.warmup_steps 4", 2, "training.warmup_steps is 4; accepted is less than the 4 steps"),
+        ("--model.hidden_dropout 1", 2, "model.hidden_dropout is 1.0; accepted is a number in [0, 1)"),
+        ("--training.seed 2147483648", 2, "training.seed is 2147483648; accepted is an integer in [0, 2**31)"),
+        (
+            "--compare-unsharded --parallel.tensor 1",
+            1,
+            "compare_unsharded is true; accepted with parallel.tensor 1 is false",
+        ),
     ],
 )
 def test_values_that_cannot_run_are_refused_with_what_is_accepted(
@@ -106,7 +143,7 @@ def test_a_comparison_needs_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     config = tiny(tmp_path, "--compare-unsharded")
     monkeypatch.setenv(FLAG, "off")
-    with pytest.raises(ValueError, match=f"compare_unsharded=true with {FLAG} off; accepted: a partition"):
+    with pytest.raises(ValueError, match=f"compare_unsharded is true; accepted with {FLAG} off is false"):
         prepare(config, 2)
     monkeypatch.setenv(FLAG, "1")
     prepare(config, 2)
@@ -116,5 +153,5 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     from mcore_dsa.train.job import prepare
 
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ValueError, match="holds something else; accepted: a new or empty folder, or a run's"):
+    with pytest.raises(ValueError, match="holds something else; accepted is a new or empty folder, or a run's"):
         prepare(tiny(tmp_path), 2)

@@ -1,14 +1,20 @@
 """The training job's text: what is read, and which window of it is sample i."""
 
+import errno
+import os
+import socket
 import sysconfig
+import tempfile
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from train_runs import tiny
 
 from mcore_dsa.train.data import Corpus, Windows, micro_batches, read_corpus
 
@@ -97,7 +103,7 @@ def test_a_step_reads_its_own_samples_once_over_all_ranks(
 
 
 def test_a_corpus_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"training\.sequence_length=8 with 8 bytes"):
+    with pytest.raises(ValueError, match=r"training\.sequence_length is 8; accepted is less than the 8 bytes of data"):
         windows_over(8, sequence_length=8, seed=0)
     assert len(windows_over(9, sequence_length=8, seed=0)) == 1
 
@@ -143,11 +149,70 @@ def test_the_digest_follows_the_text_alone(folder: Path) -> None:
 
 
 def test_paths_without_text_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data: '.*nowhere' does not exist; accepted: files or folders"):
-        text_of(folder / "nowhere")
     (folder / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no text; accepted: files, or folders of files"):
+    with pytest.raises(ValueError, match=r"data is \['.*/empty'\]; accepted are files, or folders of files, that hold"):
         text_of(folder / "empty")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("nowhere", "which does not exist"),
+        ("no/where.txt", "which does not exist"),
+        ("https://example.org/text.txt", "a URL"),
+        ("s3://bucket/text", "a URL"),
+        ("nowhere/*.txt", "a pattern that nothing matches"),
+        ("nowhere[0-9]", "a pattern that nothing matches"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_said_to_be_what_it_looks_like(path: str, kind: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match="data has ") as refused:
+        read_corpus([str(folder), path], max_bytes=1000)
+    assert str(refused.value) == f"data has {path!r}, {kind}; accepted are files and folders on this machine"
+
+
+def unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What stands in a folder and is no file to read, with the reason that is given."""
+    os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "loop").symlink_to("loop")
+    (folder / "folder").symlink_to(folder.parent, target_is_directory=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+    # Permissions do not bind the superuser, who may run this.
+    (folder / "forbidden").write_text("x")
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == "forbidden":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    return {
+        "pipe": "no regular file",
+        "dangling": "No such file or directory",
+        "loop": "Too many levels of symbolic links",
+        "folder": "no regular file",
+        "socket": "no regular file",
+        "forbidden": "Permission denied",
+    }
+
+
+def test_what_is_no_readable_file_is_left_out_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A short path: a socket's has at most 108 bytes.
+    with tempfile.TemporaryDirectory() as name:
+        odd = Path(name)
+        reasons = unreadable(odd, monkeypatch)
+        named = {f"{odd / entry} ({reason})" for entry, reason in reasons.items()}
+        with pytest.raises(ValueError, match="where these were left out: ") as refused:
+            text_of(odd)
+        assert all(entry in str(refused.value) for entry in named)
+        corpus = read_corpus([str(odd), str(odd / "pipe"), str(folder)], max_bytes=1000)
+        assert corpus.tokens.tobytes() == text_of(folder)
+        assert (set(corpus.left_out), len(corpus.left_out), corpus.files) == (named, len(named) + 1, 4)
+        (odd / "link").symlink_to(folder / "a.txt")
+        assert text_of(odd) == b"a"
 
 
 def test_the_default_is_the_standard_library() -> None:
@@ -158,3 +223,13 @@ def test_the_default_is_the_standard_library() -> None:
     assert corpus.tokens.tobytes()[: len(start)] == start
     assert len(corpus.tokens) == 2**20
     assert corpus.files > 10
+
+
+def test_a_run_says_what_it_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from mcore_dsa.train import job
+
+    os.mkfifo(folder / "sub" / "pipe")
+    config = tiny(folder / "run", f"--data {folder / 'sub'} --training.sequence_length 2")
+    job._open_run_dir(job.prepare(config, 2))
+    said = [record.getMessage() for record in caplog.records if record.name == job.__name__]
+    assert said == [f"1 entries of data were left out, among them {folder / 'sub/pipe'} (no regular file)"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from harness import run_ranks
+from torch import Tensor, nn
 
 from mcore_dsa.train.config import JobConfig, parse_config
 
@@ -57,3 +58,23 @@ def start(config: JobConfig, ranks: int = 2) -> dict[str, Any]:
         for summary in summaries
     )
     return summaries[0]
+
+
+def trainer_of(config: JobConfig) -> tuple[Any, str]:
+    """In ranks with Megatron's groups: the trainer of a run, and the digest of its text."""
+    from mcore_dsa.train.job import prepare
+    from mcore_dsa.train.loop import Trainer
+
+    job = prepare(config, torch.distributed.get_world_size())
+    return Trainer(config, job.windows, torch.device("cpu")), job.corpus.digest
+
+
+def whole(name: str, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """A parameter's value or gradient over the tensor-parallel group, of this rank's `shard` of it."""
+    from models import gathered
+
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return shard.clone()
+    # A gated unit's first layer holds two halves, each of them sharded.
+    parts = shard.chunk(2) if name.endswith("linear_fc1.weight") else (shard,)
+    return torch.cat([gathered(part, parameter.partition_dim) for part in parts])

@@ -1,8 +1,8 @@
 """A Megatron backend for MLA with DSA that needs no Transformer Engine: own norms and own replicated linear layer.
 
-Megatron's LocalSpecProvider cannot serve here: it has no ``linear()``, and its norm refuses sequence parallelism.
+Megatron's LocalSpecProvider cannot serve here: it has no `linear()`, and its norm refuses sequence parallelism.
 
-Shape suffixes: S rows of this rank, B batch, I input channels, O output channels, H hidden channels; x any dimensions.
+Shapes by suffix: S rows of this rank, B batch, F input and U output features, E hidden channels, x any dimensions.
 """
 
 from collections.abc import Callable
@@ -27,27 +27,28 @@ def parameter_device(config: TransformerConfig) -> torch.device:
 def _mark_replicated(parameter: nn.Parameter, config: TransformerConfig) -> None:
     """Tell Megatron that every TP rank holds this parameter whole and, under sequence parallelism, a partial gradient.
 
-    ``finalize_model_grads`` sums the gradients of parameters marked ``sequence_parallel`` over TP; gradient norms count
-    a parameter that is not ``tensor_model_parallel`` once.
+    `finalize_model_grads` sums the gradients of parameters marked `sequence_parallel` over TP; gradient norms count
+    a parameter that is not `tensor_model_parallel` once.
     """
     vars(parameter).update(sequence_parallel=config.sequence_parallel, tensor_model_parallel=False)
 
 
 def _check_norm(config: TransformerConfig, normalization: str) -> None:
     if config.normalization != normalization:
-        raise ValueError(f"config.normalization={config.normalization!r}: accepted here is {normalization!r}")
+        raise ValueError(f"config.normalization is {config.normalization!r}; accepted here is {normalization!r}")
     if config.layernorm_zero_centered_gamma:
-        raise ValueError("config.layernorm_zero_centered_gamma=True: accepted is False, weights multiply as they are")
+        raise ValueError(
+            "config.layernorm_zero_centered_gamma is True; accepted is False: weights multiply as they are"
+        )
 
 
 class RMSNorm(nn.Module):
-    """``weight * round(x / sqrt(mean(x**2) + eps))``: normalised in fp32, rounded to x's dtype, then scaled.
+    """`weight * round(x / sqrt(mean(x**2) + eps))`: normalised in fp32, rounded to x's dtype, then scaled.
 
-    The order of rounding is that of ``Glm5NextTextRMSNorm`` in transformers 5.24, so that outputs can be compared to
-    the last bit. Input and output are ``x_xH`` of any floating dtype; ``eps`` defaults to ``config.layernorm_epsilon``.
+    The order of rounding is that of `Glm5NextTextRMSNorm` in transformers 5.24, so that outputs can be compared to
+    the last bit. Input and output are `x_xE` of any floating dtype; `eps` defaults to `config.layernorm_epsilon`.
 
-    Raises:
-        ValueError: ``config`` asks for another normalization, or for zero-centred weights.
+    Raises: ValueError where `config` asks for another normalization, or for zero-centred weights.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None) -> None:
@@ -57,17 +58,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config)))
         _mark_replicated(self.weight, config)
 
-    def forward(self, x_xH: torch.Tensor) -> torch.Tensor:
-        wide_xH = x_xH.float()
-        normal_xH = wide_xH * torch.rsqrt(wide_xH.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normal_xH.to(x_xH.dtype)
+    def forward(self, x_xE: torch.Tensor) -> torch.Tensor:
+        wide_xE = x_xE.float()
+        normal_xE = wide_xE * torch.rsqrt(wide_xE.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal_xE.to(x_xE.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
     """PyTorch's LayerNorm with bias, marked and placed as Megatron needs it.
 
-    Raises:
-        ValueError: ``config`` asks for another normalization, or for zero-centred weights.
+    Raises: ValueError where `config` asks for another normalization, or for zero-centred weights.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None) -> None:
@@ -81,11 +81,10 @@ class LayerNorm(nn.LayerNorm):
 class DuplicatedLinear(nn.Module):
     """A linear layer without bias whose whole weight every TP rank holds, applied to the rank's own rows.
 
-    Takes the place of Transformer Engine's ``TELinear(parallel_mode="duplicated")`` and its arguments; ``(x_SBI)`` to
-    ``(out_SBO, None)``, the None standing for the bias. The weight ``[O, I]`` is built equal on all TP ranks.
+    Takes the place of Transformer Engine's `TELinear(parallel_mode="duplicated")` and its arguments; `(x_SBF)` to
+    `(out_SBU, None)`, the None standing for the bias. The weight `[U, F]` is built equal on all TP ranks.
 
-    Raises:
-        ValueError: ``bias=True``, ``is_expert=True``, ``skip_weight_param_allocation=True`` or another parallel mode.
+    Raises: ValueError for a bias, an expert, `skip_weight_param_allocation` and another parallel mode.
     """
 
     def __init__(
@@ -114,22 +113,22 @@ class DuplicatedLinear(nn.Module):
         }
         for argument, (value, accepted) in refused.items():
             if value != accepted:
-                raise ValueError(f"{argument}={value!r}: accepted by DuplicatedLinear is {accepted!r}")
+                raise ValueError(f"{argument} is {value!r}; accepted by DuplicatedLinear is {accepted!r}")
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group or getattr(pg_collection, "tp", None))
-        weight_OI = torch.empty(output_size, input_size, dtype=torch.float32, device=parameter_device(config))
+        weight_UF = torch.empty(output_size, input_size, dtype=torch.float32, device=parameter_device(config))
         if config.perform_initialization:
             with replicated_rng(config):
-                init_method(weight_OI)
-        self.weight = nn.Parameter(weight_OI.to(config.params_dtype))
+                init_method(weight_UF)
+        self.weight = nn.Parameter(weight_UF.to(config.params_dtype))
         _mark_replicated(self.weight, config)
 
-    def forward(self, x_SBI: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return F.linear(x_SBI, self.weight), None
+    def forward(self, x_SBF: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x_SBF, self.weight), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> Any:
-        """The weight as one tensor that TP rank 0 of DP rank 0 writes, for ``megatron.core.dist_checkpointing``."""
+        """The weight as one tensor that TP rank 0 of DP rank 0 writes, for `megatron.core.dist_checkpointing`."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -164,7 +163,9 @@ class LocalBackend(LocalSpecProvider):
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
     ) -> type[RMSNorm] | type[LayerNorm]:
         if has_residual:
-            raise ValueError("has_residual=True: accepted is False, no norm of this backend is fused with a residual")
+            raise ValueError(
+                "has_residual is True; accepted is False: no norm of this backend is fused with a residual"
+            )
         return RMSNorm if rms_norm else LayerNorm
 
     def core_attention(self) -> NoReturn:
@@ -172,20 +173,19 @@ class LocalBackend(LocalSpecProvider):
 
 
 def default_backend(config: TransformerConfig) -> BackendSpecProvider:
-    """Transformer Engine's modules where it is installed, :class:`LocalBackend` otherwise.
+    """Transformer Engine's modules where it is installed, `LocalBackend` otherwise.
 
-    Raises:
-        ValueError: ``config.transformer_impl`` asks for an implementation that absorbed MLA cannot be built from here.
+    Raises: ValueError where `config.transformer_impl` asks for what absorbed MLA cannot be built from here.
     """
     if config.transformer_impl not in ("transformer_engine", "local"):
         raise ValueError(
-            f"config.transformer_impl={config.transformer_impl!r}: accepted are 'transformer_engine', 'local'"
+            f"config.transformer_impl is {config.transformer_impl!r}; accepted are 'transformer_engine' and 'local'"
         )
     if not HAVE_TE:
         return LocalBackend()
     if config.transformer_impl == "local":
         raise ValueError(
-            "config.transformer_impl='local' with Transformer Engine installed: absorbed MLA then takes TELinear only, "
-            "accepted is 'transformer_engine'"
+            "config.transformer_impl is 'local'; accepted with Transformer Engine installed is 'transformer_engine': "
+            "absorbed MLA then takes TELinear only"
         )
     return get_backend("transformer_engine")

@@ -9,6 +9,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from mcore_dsa.geometry import DsaGeometry
 
+_UNQUANTISED = "its projections, and what selects, keep the dtype of the parameters"
+_NO_GRAPH = "a selection synchronises with the host"
+
 # Fields of which this attention supports one value only, with the reason that an error gives.
 _FIXED: dict[str, tuple[Any, str]] = {
     "experimental_attention_variant": ("dsa", "the layer is DeepSeek Sparse Attention"),
@@ -19,10 +22,22 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "rope_type": ("rope", "these layers are NoPE"),
     "rotary_scaling_factor": (1.0, "absorbed MLA scales its softmax by it, whatever the rope_type"),
     "softmax_scale": (None, "absorbed MLA has its own, qk_head_dim ** -0.5"),
+    "use_mup": (False, "it sets softmax_scale, which absorbed MLA does not read"),
     "softmax_type": ("vanilla", "the sparse attention has no sink"),
     "window_size": (None, "the indexer alone says which tokens a row sees"),
+    "qk_l2_norm": (False, "absorbed MLA has its norms on the latents"),
     "qk_clip": (False, "no largest logit is recorded"),
-    "cuda_graph_impl": ("none", "a selection synchronises with the host"),
+    "log_max_attention_logit": (False, "no largest logit is recorded"),
+    "attention_output_gate": (False, "absorbed MLA has no output gate"),
+    "layernorm_zero_centered_gamma": (False, "a norm's weights multiply as they are, and so a checkpoint holds them"),
+    "fp8": (None, _UNQUANTISED),
+    "fp4": (None, _UNQUANTISED),
+    "quant_recipe": (None, _UNQUANTISED),
+    "use_kitchen": (False, _UNQUANTISED),
+    "gtp_weight_remat_size": (1, "this attention's weights are cut over tensor-parallel ranks alone"),
+    "enable_cuda_graph": (False, _NO_GRAPH),
+    "external_cuda_graph": (False, _NO_GRAPH),
+    "cuda_graph_impl": ("none", _NO_GRAPH),
     "mtp_num_layers": (None, "multi-token prediction blocks are not supported"),
     "add_bias_linear": (False, "absorbed MLA has no biases"),
     "attention_dropout": (0.0, "the sparse attention has no dropout"),
@@ -41,6 +56,20 @@ _REQUIRED_SIZES = (
     "dsa_indexer_kpool",
     "q_lora_rank",
 )
+
+
+class _OneForEveryLayer(int):
+    """1, of which nobody may ask whether it is set.
+
+    Megatron's own `DSAttention` alone does (`dsa_indexer_topk_freq or 1`, while it is built), and would train on its
+    own selection of tokens, without an error, wherever a specification was not given to `use_kpool_dsa`.
+    """
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "config is a KPoolDSATransformerConfig; accepted by Megatron's DSAttention, which selects tokens and not "
+            "pools, is another one: give the specification to use_kpool_dsa"
+        )
 
 
 @dataclass
@@ -72,11 +101,27 @@ class KPoolDSATransformerConfig(MLATransformerConfig):
     dsa_indexer_k_norm_epsilon: float | None = 1e-6
 
     def __post_init__(self) -> None:
-        faults = [
+        # Before Megatron's own checks, whose errors would hide the reason, and after them: some fields set others.
+        self._raise_faults()
+        super().__post_init__()
+        self._raise_faults()
+        self.dsa_indexer_topk_freq = _OneForEveryLayer(1)
+
+    def _raise_faults(self) -> None:
+        faults = [*self._fixed_faults(), *self._size_faults(), *self._parallel_faults()]
+        if faults:
+            raise ValueError("k-pool DSA configuration: " + "; ".join(faults))
+
+    def _fixed_faults(self) -> list[str]:
+        return [
             f"{name} is {getattr(self, name)!r}; accepted is {accepted!r}: {reason}"
             for name, (accepted, reason) in _FIXED.items()
-            if getattr(self, name) != accepted
+            # Some fields are of one of the accepted Megatron versions only.
+            if getattr(self, name, accepted) != accepted
         ]
+
+    def _size_faults(self) -> list[str]:
+        faults = []
         for name in _REQUIRED_SIZES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -95,9 +140,23 @@ class KPoolDSATransformerConfig(MLATransformerConfig):
                 f"dsa_indexer_topk is {self.dsa_indexer_topk}; accepted is a multiple of dsa_indexer_kpool, "
                 f"{self.dsa_indexer_kpool}"
             )
-        if faults:
-            raise ValueError("k-pool DSA configuration: " + "; ".join(faults))
-        super().__post_init__()
+        return faults
+
+    def _parallel_faults(self) -> list[str]:
+        faults = []
+        if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            faults.append(
+                f"sequence_parallel is {self.sequence_parallel!r}; accepted with tensor_model_parallel_size "
+                f"{self.tensor_model_parallel_size} is True: absorbed MLA projects a rank's own rows"
+            )
+        virtual = self.virtual_pipeline_model_parallel_size
+        if self.pipeline_model_parallel_size == 2 and virtual is not None and self.batch_p2p_comm:
+            faults.append(
+                f"batch_p2p_comm is {self.batch_p2p_comm!r}; accepted with 2 pipeline stages of {virtual} chunks is "
+                "False, with overlap_p2p_comm True: the stages before and after are one peer, and a batch pairs its "
+                "messages wrong, without an error"
+            )
+        return faults
 
     @property
     def dsa_indexer_pool_budget(self) -> int:

@@ -7,8 +7,11 @@ Megatron's own DSA specifications, and make sure afterwards that no token-level 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import megatron.core.models.gpt.experimental_attention_variant_module_specs as variant_specs
@@ -17,6 +20,10 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import (
+    get_hybrid_total_layer_count,
+    get_hybrid_total_pipeline_segment_count,
+)
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -24,7 +31,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -39,28 +46,26 @@ from mcore_dsa.megatron.backend import default_backend
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 
 
-def use_kpool_dsa[Spec](spec: Spec) -> Spec:
-    """A copy of `spec` whose absorbed-MLA layers attend through `KPoolDSAttention`.
+def use_kpool_dsa[Spec](spec: Spec, *, whole: bool = True) -> Spec:
+    """`spec`, its absorbed-MLA layers attending through `KPoolDSAttention`: a copy where it changes, shared elsewhere.
 
-    `spec` is a self-attention, layer, block or stack specification, or a list of them: whatever holds `ModuleSpec`s in
-    dataclass fields, lists or the keywords of a `functools.partial`. Other attention stays as it is. A spec that uses
-    `KPoolDSAttention` already comes back equal.
+    `spec` is a self-attention, layer, block or stack specification, or whatever holds some: lists, mappings, a
+    `ModuleSpec`'s parameters, the arguments of a `functools.partial`, attributes of an object. Other attention stays as
+    it is. A spec that uses `KPoolDSAttention` already comes back as it is. With `whole=False` it is what one pipeline
+    stage builds, which may hold no such layer.
 
-    Raises: ValueError where there is no `AbsorbedMLASelfAttention` in it, or where Megatron's own `DSAttention` stays
-    in it because something else hosts it.
+    Raises: ValueError where a whole spec holds no `AbsorbedMLASelfAttention`, or where Megatron's own `DSAttention`
+    stays in it because something else hosts it.
     """
-    result = copy.deepcopy(spec)
-    absorbed = _specs_of(result, AbsorbedMLASelfAttention)
-    if not absorbed:
+    if whole and not _specs_of(spec, AbsorbedMLASelfAttention):
         raise ValueError(
-            f"the {type(spec).__name__} holds no AbsorbedMLASelfAttention; accepted is a specification with at least "
-            "one, as Megatron's get_dsa_module_spec_for_backend builds it"
+            f"spec is a {type(spec).__name__} without AbsorbedMLASelfAttention; accepted is one with it, as Megatron's "
+            "get_dsa_module_spec_for_backend builds it, or with whole=False a pipeline stage without such a layer"
         )
-    for attention in absorbed:
-        attention.submodules.core_attention = KPoolDSAttention
+    result: Spec = _plugged(spec, {})
     if _specs_of(result, DSAttention):
         raise ValueError(
-            f"the {type(spec).__name__} holds a DSAttention outside AbsorbedMLASelfAttention, which would select "
+            f"spec is a {type(spec).__name__} with DSAttention outside AbsorbedMLASelfAttention, where it would select "
             "tokens; accepted is DSA in absorbed MLA alone"
         )
     return result
@@ -135,8 +140,7 @@ def kpool_dsa_gpt_model(
         vp_stage=vp_stage,
         **model_arguments,
     )
-    if model.decoder.layers:
-        check_wiring(model)
+    check_wiring(model, layers=len(model.decoder.layers))
     return model
 
 
@@ -156,7 +160,11 @@ def kpool_dsa_hybrid_model(
     """A `HybridModel` whose `D` layers are k-pool DSA, `-` a dense MLP and `E` MoE, as in `D-DE`.
 
     `config.num_layers` is the number of letters: Hybrid counts attention and MLP as layers of their own.
+
+    Raises: ValueError where the pattern has another number of letters, or parts between `|` than pipeline stages and
+    their chunks: Megatron would build what it comes to, and leave out the rest without an error.
     """
+    _check_pattern(config, hybrid_layer_pattern)
     backend = default_backend(config) if backend is None else backend
     model = HybridModel(
         config,
@@ -171,9 +179,23 @@ def kpool_dsa_hybrid_model(
         vp_stage=vp_stage,
         **model_arguments,
     )
-    if any(isinstance(module, AbsorbedMLASelfAttention) for module in model.modules()):
-        check_wiring(model)
+    check_wiring(model)
     return model
+
+
+def _check_pattern(config: KPoolDSATransformerConfig, pattern: str) -> None:
+    letters, parts = get_hybrid_total_layer_count(pattern), get_hybrid_total_pipeline_segment_count(pattern)
+    if letters != config.num_layers:
+        raise ValueError(
+            f"hybrid_layer_pattern is {pattern!r}, {letters} layers; accepted is one of config.num_layers, "
+            f"{config.num_layers}"
+        )
+    chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    if parts not in (1, chunks):
+        raise ValueError(
+            f"hybrid_layer_pattern is {pattern!r}, {parts} parts; accepted is one of {chunks}, one for each chunk "
+            "of each pipeline stage"
+        )
 
 
 def _layer_specs(config: KPoolDSATransformerConfig, backend: BackendSpecProvider) -> list[ModuleSpec]:
@@ -213,32 +235,118 @@ def _hybrid_submodules(config: KPoolDSATransformerConfig, backend: BackendSpecPr
     return HybridStackSubmodules(**layers)
 
 
-def _specs_of(node: object, module: type) -> list[ModuleSpec]:
-    """The specifications of `module` or a subclass inside `node`, one that is shared as often as it is reached."""
-    children: list[Any] = []
-    if isinstance(node, partial):
-        children = list(node.keywords.values())
-    elif isinstance(node, list | tuple):
-        children = list(node)
-    elif is_dataclass(node) and not isinstance(node, type):
-        children = [getattr(node, field.name) for field in fields(node)]
-    found = [spec for child in children for spec in _specs_of(child, module)]
-    if isinstance(node, ModuleSpec) and isinstance(node.module, type) and issubclass(node.module, module):
-        found.append(node)
+def _plugged(node: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """`node`, or a copy where something in it changed. `done` keeps both by id, so that what is shared stays so."""
+    if id(node) not in done:
+        done[id(node)] = node, node
+        parts = _parts(node)
+        changed = {key: new for key, part in parts.items() if (new := _plugged(part, done)) is not part}
+        if _builds(node, AbsorbedMLASelfAttention):
+            changed |= _plugged_submodules(node, parts)
+        done[id(node)] = node, _with_parts(node, parts | changed) if changed else node
+    return done[id(node)][1]
+
+
+def _plugged_submodules(host: Any, parts: dict[Any, Any]) -> dict[Any, Any]:
+    for key, part in parts.items():
+        if isinstance(part, Mapping) and key == "params" and hasattr(part.get("submodules"), "core_attention"):
+            return {key: {**part, **_plugged_submodules(host, {"submodules": part["submodules"]})}}
+        if hasattr(part, "core_attention"):
+            if part.core_attention is KPoolDSAttention:
+                return {}
+            plugged = copy.copy(part)
+            plugged.core_attention = KPoolDSAttention
+            return {key: plugged}
+    raise ValueError(
+        f"spec holds {_built_by(host)} without submodules; accepted is it with AbsorbedMLASelfAttentionSubmodules"
+    )
+
+
+def _specs_of(root: object, module: type) -> list[Any]:
+    """What builds `module` or a subclass inside `root`, each object once: specifications, partials, bare classes."""
+    found = []
+    # With the objects, so that no id is given to another one.
+    seen: dict[int, object] = {}
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if _builds(node, module):
+            found.append(node)
+        todo += _parts(node).values()
     return found
 
 
-def check_wiring(model: nn.Module) -> int:
-    """How many attention layers of a built model are k-pool DSA.
+def _builds(node: object, module: type) -> bool:
+    built = _built_by(node)
+    return isinstance(built, type) and issubclass(built, module)
 
-    Call it on a model that somebody else built: a specification that nobody gave to `use_kpool_dsa` trains without a
-    word, with Megatron's own `DSAttention`, which selects tokens.
 
-    Raises: RuntimeError where an absorbed-MLA or DSA layer is not k-pool DSA, or none is.
+def _built_by(node: object) -> object:
+    if isinstance(node, partial):
+        return node.func
+    if isinstance(node, ModuleSpec):
+        return get_module(node) if isinstance(node.module, tuple) else node.module
+    return node
+
+
+def _parts(node: Any) -> dict[Any, Any]:
+    """What may be or hold a specification inside `node`, by its key, place or name."""
+    if isinstance(node, Mapping):
+        return dict(node)
+    if isinstance(node, list | tuple):
+        return dict(enumerate(node))
+    if isinstance(node, partial):
+        return {**dict(enumerate(node.args)), **node.keywords}
+    if isinstance(node, type | FunctionType | MethodType | ModuleType | nn.Module | Enum):
+        return {}
+    parts = {field.name: getattr(node, field.name) for field in fields(node)} if is_dataclass(node) else {}
+    parts |= getattr(node, "__dict__", {})
+    return {name: part for name, part in parts.items() if not (isinstance(node, ModuleSpec) and name == "module")}
+
+
+def _with_parts(node: Any, parts: dict[Any, Any]) -> Any:
+    if isinstance(node, partial):
+        arguments = [parts[place] for place in range(len(node.args))]
+        return partial(node.func, *arguments, **{name: parts[name] for name in node.keywords})
+    if isinstance(node, tuple):
+        return type(node)._make(parts.values()) if hasattr(node, "_make") else tuple(parts.values())
+    result = copy.copy(node)
+    for key, part in parts.items():
+        if isinstance(node, Mapping | list):
+            result[key] = part
+        else:
+            # A frozen dataclass too.
+            object.__setattr__(result, key, part)
+    return result
+
+
+def check_wiring(model: nn.Module, *, layers: int | None = None) -> int:
+    """How many attention layers of a built model, or of its part on one pipeline stage, are k-pool DSA.
+
+    `layers` is how many of them are accepted; None accepts at least one, and none on a stage that is not the whole
+    pipeline. Call it on a model that somebody else built: what builds a layer out of sight of `use_kpool_dsa`, and has
+    another configuration than `KPoolDSATransformerConfig`, trains without a word on Megatron's own tokens.
+
+    Raises: RuntimeError where an absorbed-MLA or DSA layer is not k-pool DSA, or another number of them is.
     """
-    stock = [name for name, module in model.named_modules() if isinstance(module, DSAttention)]
     absorbed = sum(isinstance(module, AbsorbedMLASelfAttention) for module in model.modules())
+    stock = [name for name, module in model.named_modules() if isinstance(module, DSAttention)]
     ours = sum(isinstance(module, KPoolDSAttention) for module in model.modules())
-    if stock or ours != absorbed or ours == 0:
-        raise RuntimeError(f"{ours} of {absorbed} attention layers are k-pool DSA, and these select tokens: {stock}")
+    if stock or ours != absorbed:
+        raise RuntimeError(
+            f"the number of layers with k-pool DSA is {ours}; accepted is {absorbed}, that of layers with "
+            f"absorbed MLA, and no DSAttention, which selects tokens: {stock}"
+        )
+    if ours != layers if layers is not None else ours == 0 and not _is_pipeline_stage(model):
+        accepted = ">= 1 in a model that is not one stage of a pipeline" if layers is None else layers
+        raise RuntimeError(f"the number of layers with k-pool DSA is {ours}; accepted is {accepted}")
     return ours
+
+
+def _is_pipeline_stage(model: nn.Module) -> bool:
+    """Whether a model of Megatron's, wrapped or not, is without its embedding or its output layer."""
+    ends = [(vars(part).get("pre_process"), vars(part).get("post_process")) for part in model.modules()]
+    return any(end is False for pair in ends for end in pair)

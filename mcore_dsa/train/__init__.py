@@ -1,1 +1,1 @@
-"""The training job: ``torchrun ... -m mcore_dsa.train --config FILE``."""
+"""The training job: `torchrun ... -m mcore_dsa.train --config FILE`."""

@@ -1,4 +1,4 @@
-"""``torchrun ... -m mcore_dsa.train --config FILE``."""
+"""`torchrun ... -m mcore_dsa.train --config FILE`."""
 
 import logging
 import os

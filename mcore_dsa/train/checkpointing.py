@@ -1,7 +1,7 @@
 """Checkpoints of a run: Megatron's distributed checkpoints, published one by one.
 
-``<run_dir>/checkpoints/step_N`` holds weights, optimizer, schedule and random states, and ``job.json`` the run it
-belongs to. ``<run_dir>/checkpoints/latest`` names the newest complete one. It is replaced in one step after everything
+`<run_dir>/checkpoints/step_N` holds weights, optimizer, schedule and random states, and `job.json` the run it
+belongs to. `<run_dir>/checkpoints/latest` names the newest complete one. It is replaced in one step after everything
 else is written, so that a checkpoint cut short is never taken for a complete one.
 
 Weights and optimizer state are stored by their place in the whole model: a run can continue under another tensor-,
@@ -43,7 +43,7 @@ class Checkpoint:
     Attributes:
         folder: where it is.
         step: steps done.
-        run: what a run has to share with the one that wrote it, by field; see :func:`run_fields`.
+        run: what a run has to share with the one that wrote it, by field; see `run_fields`.
         layout: ranks, and how the model was spread over them.
     """
 
@@ -64,30 +64,29 @@ def run_fields(config: JobConfig, corpus_digest: str) -> dict[str, Any]:
 def latest_checkpoint(run_dir: Path) -> Checkpoint:
     """The newest complete checkpoint of a run.
 
-    Raises:
-        ValueError: there is none.
+    Raises: ValueError where there is none.
     """
     folder = run_dir / _FOLDER
     pointer = folder / _LATEST
     if not pointer.is_file():
-        raise ValueError(f"resume=true: {folder} holds no complete checkpoint; accepted: a run_dir with one")
+        raise ValueError(f"resume is true; accepted is false: {folder} holds no complete checkpoint")
     folder /= pointer.read_text(encoding="utf-8").strip()
     job = json.loads((folder / _JOB).read_text(encoding="utf-8"))
     return Checkpoint(folder=folder, step=job["step"], run=job["run"], layout=job["layout"])
 
 
 def resume_faults(checkpoint: Checkpoint, config: JobConfig, corpus_digest: str) -> list[str]:
-    """One line for each reason why this run cannot continue from ``checkpoint``."""
+    """One line for each reason why this run cannot continue from `checkpoint`."""
     run = run_fields(config, corpus_digest)
     faults = [
-        f"{name}={run.get(name)!r}; accepted when resuming from {checkpoint.folder}: {checkpoint.run.get(name)!r}"
+        f"{name} is {run.get(name)!r}; accepted to resume {checkpoint.folder} is {checkpoint.run.get(name)!r}"
         for name in sorted(run.keys() | checkpoint.run.keys())
         if run.get(name) != checkpoint.run.get(name)
     ]
     if config.training.steps <= checkpoint.step:
         faults.append(
-            f"training.steps={config.training.steps}; accepted when resuming from {checkpoint.folder}: "
-            f"more than the {checkpoint.step} it has done"
+            f"training.steps is {config.training.steps}; accepted to resume {checkpoint.folder} is an integer > "
+            f"{checkpoint.step}, the steps it has done"
         )
     return faults
 

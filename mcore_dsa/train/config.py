@@ -26,7 +26,8 @@ class ModelConfig:
 
     Attributes:
         host: Megatron's model class around the attention, GPTModel or HybridModel.
-        hybrid_layer_pattern: HybridModel's pattern, one letter a layer ('D' attention, '-' MLP); null with host gpt.
+        hybrid_layer_pattern: HybridModel's pattern, one letter a layer ('D' attention, '-' MLP) and '|' between the
+            pipeline's chunks; null with host gpt.
         num_layers: transformer layers; with host hybrid the letters of the pattern.
         hidden_size: channels of a hidden row.
         ffn_hidden_size: channels inside an MLP.
@@ -185,7 +186,7 @@ class JobConfig:
         return int(-(-BYTE_VALUES // multiple) * multiple)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Data-parallel ranks among ``world_size`` ranks, which :meth:`faults` has accepted."""
+        """Data-parallel ranks among `world_size` ranks, which `faults` has accepted."""
         return int(world_size // (self.parallel.tensor * self.parallel.pipeline))
 
     def micro_batches(self, world_size: int) -> int:
@@ -194,13 +195,16 @@ class JobConfig:
         return int(self.training.global_batch_size // samples)
 
     def faults(self, world_size: int) -> list[str]:
-        """One line for each value that cannot run on ``world_size`` ranks, naming field, value and what is accepted.
+        """One line for each value that cannot run on `world_size` ranks, naming field, value and what is accepted.
 
         Limits of a single field are in its type; what the attention accepts is up to its own configuration class.
         """
         ranks = self.parallel.tensor * self.parallel.pipeline
         if world_size % ranks:
-            return [f"{world_size} ranks; accepted: a multiple of parallel.tensor * parallel.pipeline = {ranks}"]
+            return [
+                f"the number of ranks is {world_size}; accepted is a multiple of parallel.tensor * parallel.pipeline, "
+                f"{ranks}"
+            ]
         return [*self._divisibility_faults(world_size), *self._pipeline_faults(world_size), *self._other_faults()]
 
     def _divisibility_faults(self, world_size: int) -> list[str]:
@@ -223,7 +227,7 @@ class JobConfig:
                 ("model.num_layers", model.num_layers, chunks, "parallel.pipeline * parallel.virtual_pipeline")
             )
         return [
-            f"{name}={value}; accepted: a multiple of {factor_name} = {factor}"
+            f"{name} is {value}; accepted is a multiple of {factor_name}, {factor}"
             for name, value, factor, factor_name in rules
             if value % factor
         ]
@@ -233,29 +237,50 @@ class JobConfig:
         if chunks is None:
             return []
         if stages == 1:
-            return [f"parallel.virtual_pipeline={chunks}; accepted with parallel.pipeline=1: null"]
+            return [f"parallel.virtual_pipeline is {chunks}; accepted with parallel.pipeline 1 is null"]
+        if chunks == 1:
+            return ["parallel.virtual_pipeline is 1; accepted is null, or an integer >= 2"]
         batches = self.micro_batches(world_size)
-        if batches < stages:
+        if batches == 0 or batches % stages:
             return [
-                f"training.global_batch_size={self.training.global_batch_size} makes {batches} micro batches a step; "
-                f"accepted with parallel.virtual_pipeline: at least parallel.pipeline = {stages} of them"
+                f"training.global_batch_size is {self.training.global_batch_size}, {batches} micro batches a step; "
+                f"accepted with parallel.virtual_pipeline is a multiple of parallel.pipeline, {stages}, of them"
             ]
         return []
 
+    def _pattern_faults(self) -> list[str]:
+        """What Megatron would build a part of, without an error, or could not build."""
+        pattern, parallel = self.model.hybrid_layer_pattern, self.parallel
+        if pattern is None or self.model.host == "gpt":
+            return []
+        name = f"model.hybrid_layer_pattern is {pattern!r}"
+        parts, chunks = pattern.split("|"), parallel.pipeline * (parallel.virtual_pipeline or 1)
+        letters = "".join(parts)
+        faults = []
+        if "D" not in letters or set(letters) - set("D-"):
+            faults.append(f"{name}; accepted are the letters 'D', at least once, and '-'")
+        if len(letters) != self.model.num_layers:
+            faults.append(f"{name}; accepted is one of model.num_layers letters, {self.model.num_layers}")
+        if len(parts) != chunks:
+            faults.append(
+                f"{name}; accepted is one of parallel.pipeline * parallel.virtual_pipeline parts, {chunks}, between '|'"
+            )
+        return faults
+
     def _other_faults(self) -> list[str]:
         model, training = self.model, self.training
-        faults = []
+        faults = self._pattern_faults()
         if (model.hybrid_layer_pattern is None) != (model.host == "gpt"):
             accepted = "null" if model.host == "gpt" else "a pattern such as 'D-D-'"
-            pattern = f"model.hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
-            faults.append(f"{pattern}; accepted with model.host={model.host}: {accepted}")
+            pattern = f"model.hybrid_layer_pattern is {model.hybrid_layer_pattern!r}"
+            faults.append(f"{pattern}; accepted with model.host {model.host} is {accepted}")
         if training.seed >= 2**31:
-            faults.append(f"training.seed={training.seed}; accepted: 0 to below 2**31")
+            faults.append(f"training.seed is {training.seed}; accepted is an integer in [0, 2**31)")
         if training.min_lr > training.lr:
-            faults.append(f"training.min_lr={training.min_lr}; accepted: at most training.lr = {training.lr}")
+            faults.append(f"training.min_lr is {training.min_lr}; accepted is at most training.lr, {training.lr}")
         if training.warmup_steps >= training.lr_decay_steps:
             faults.append(
-                f"training.warmup_steps={training.warmup_steps}; accepted: fewer than the "
+                f"training.warmup_steps is {training.warmup_steps}; accepted is less than the "
                 f"{training.lr_decay_steps} steps of the schedule (training.decay_steps, or training.steps if null)"
             )
         below_one = {
@@ -263,16 +288,20 @@ class JobConfig:
             "training.adam_beta1": training.adam_beta1,
             "training.adam_beta2": training.adam_beta2,
         }
-        faults += [f"{name}={value}; accepted: 0 to below 1" for name, value in below_one.items() if value >= 1]
+        faults += [
+            f"{name} is {value}; accepted is a number in [0, 1)" for name, value in below_one.items() if value >= 1
+        ]
         if self.compare_unsharded and self.parallel.tensor == 1:
-            faults.append("compare_unsharded=true with parallel.tensor=1; accepted: 2 or more ranks to shard over")
+            faults.append("compare_unsharded is true; accepted with parallel.tensor 1 is false: nothing is sharded")
         if self.load_hf is not None and self.resume:
-            faults.append(f"load_hf={self.load_hf!r}; accepted with resume=true: null, the run's checkpoint has it all")
+            faults.append(
+                f"load_hf is {self.load_hf!r}; accepted with resume true is null: the run's checkpoint has it all"
+            )
         return faults
 
 
 def build_parser() -> ArgumentParser:
-    """The command line: ``--config FILE`` and an option for every field."""
+    """The command line: `--config FILE` and an option for every field."""
     parser = ArgumentParser(
         prog="python -m mcore_dsa.train",
         usage="torchrun ... -m mcore_dsa.train --config FILE [--FIELD VALUE ...]",

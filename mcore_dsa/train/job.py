@@ -47,7 +47,7 @@ class Job:
         corpus: its text.
         windows: its samples.
         start: the checkpoint to continue from, None for a fresh run.
-        pretrained: the Hugging Face checkpoint to start from, None for random weights or where ``start`` has them.
+        pretrained: the Hugging Face checkpoint to start from, None for random weights or where `start` has them.
     """
 
     config: JobConfig
@@ -63,14 +63,13 @@ class Job:
 
 
 def prepare(config: JobConfig, world_size: int) -> Job:
-    """Check a run on ``world_size`` ranks and read its text, without a message to another rank.
+    """Check a run on `world_size` ranks and read its text, without a message to another rank.
 
-    Raises:
-        ValueError: values that cannot run, all those found, each with its field and what is accepted.
+    Raises: ValueError listing values that cannot run, all those found, each with its field and what is accepted.
     """
     faults = config.faults(world_size)
     if config.compare_unsharded and read_settings().partition.value == "off":
-        faults.append(f"compare_unsharded=true with {PARTITION_VARIABLE} off; accepted: a partition to compare with")
+        faults.append(f"compare_unsharded is true; accepted with {PARTITION_VARIABLE} off is false: nothing is sharded")
     if faults:
         raise ValueError("\n".join(faults))
     transformer_config(config)
@@ -86,7 +85,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
             raise ValueError("\n".join(faults))
     elif run_dir.exists() and not (run_dir.is_dir() and (_is_run(run_dir) or not any(run_dir.iterdir()))):
         raise ValueError(
-            f"run_dir={config.run_dir!r} holds something else; accepted: a new or empty folder, or a run's"
+            f"run_dir is {config.run_dir!r}, which holds something else; accepted is a new or empty folder, or a run's"
         )
     return Job(config=config, corpus=corpus, windows=windows, start=start, pretrained=pretrained)
 
@@ -96,9 +95,7 @@ def train(job: Job) -> Summary:
 
     A fresh run in the folder of an earlier one sets that one aside under a numbered name.
 
-    Raises:
-        ValueError: the ranks do not agree on the run.
-        RuntimeError: a gradient is not finite.
+    Raises: ValueError where the ranks do not agree on the run, RuntimeError where a gradient is not finite.
     """
     parallel = job.config.parallel
     parallel_state.initialize_model_parallel(
@@ -141,9 +138,8 @@ def train(job: Job) -> Summary:
 def run(config: JobConfig) -> int:
     """Train in a process that torchrun started, and print the summary as the last line of rank 0's stdout.
 
-    Returns:
-        The exit status: 0, 1 if unsharded losses were asked for and differ, 2 for a run that cannot start, 130
-        interrupted.
+    Returns: the exit status: 0, 1 if unsharded losses were asked for and differ, 2 for a run that cannot start, 130
+    interrupted.
     """
     applied = patches.apply()
     _logger.info(
@@ -154,7 +150,7 @@ def run(config: JobConfig) -> int:
     try:
         if not dist.is_torchelastic_launched():
             raise ValueError(
-                "started as a single process; accepted: torchrun --nproc-per-node N -m mcore_dsa.train ..."
+                "the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ..."
             )
         job = prepare(config, int(os.environ["WORLD_SIZE"]))
     except ValueError as error:
@@ -183,7 +179,7 @@ class _Result:
 
 
 def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
-    """The steps that are left, with the settings of the moment; ``record`` writes files and checkpoints."""
+    """The steps that are left, with the settings of the moment; `record` writes files and checkpoints."""
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -217,7 +213,7 @@ def _check_agreement(job: Job) -> None:
     of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
     faults = [
-        f"{name}: rank {rank} has {values[name]}, rank 0 has {of_ranks[0][name]}; accepted: the same on all"
+        f"{name} is {values[name]} on rank {rank}; accepted is rank 0's: {of_ranks[0][name]}"
         for rank, values in enumerate(of_ranks)
         for name in own
         if values[name] != of_ranks[0][name]
@@ -249,6 +245,8 @@ def _open_run_dir(job: Job) -> None:
         job.corpus.files,
         len(job.windows),
     )
+    if left_out := job.corpus.left_out:
+        _logger.warning("%d entries of data were left out, among them %s", len(left_out), ", ".join(left_out[:8]))
 
 
 @contextlib.contextmanager

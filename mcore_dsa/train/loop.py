@@ -50,7 +50,7 @@ class Trainer:
     """One run on this rank.
 
     Megatron's groups have to exist; its random states are seeded here. Equal arguments on equal groups give equal
-    weights and, step by step, equal losses to the last bit. ``pretrained`` replaces the attention's initial weights.
+    weights and, step by step, equal losses to the last bit. `pretrained` replaces the attention's initial weights.
 
     Attributes:
         step: steps done.
@@ -90,8 +90,7 @@ class Trainer:
     def train_step(self) -> StepReport:
         """One step: forward and backward over the global batch, reduced gradients, an update.
 
-        Raises:
-            RuntimeError: a gradient is not finite.
+        Raises: RuntimeError where a gradient is not finite.
         """
         started, indexer_before = time.perf_counter(), self._indexer_seconds()
         for chunk in self.chunks:

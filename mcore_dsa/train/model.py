@@ -23,8 +23,7 @@ from mcore_dsa.train.config import JobConfig
 def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
     """Megatron's configuration of the model.
 
-    Raises:
-        ValueError: sizes that the attention or Megatron refuses.
+    Raises: ValueError for sizes that the attention or Megatron refuses.
     """
     model, parallel, training = config.model, config.parallel, config.training
     dtype = torch.bfloat16 if training.dtype == "bf16" else torch.float32
@@ -55,6 +54,9 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        # Of two stages the one before and the one after are one peer, whose messages a batch pairs wrong.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
         sequence_parallel=parallel.tensor > 1,
         params_dtype=dtype,
         # Two equal runs must be equal to the last bit: the embedding's gradient has a path with atomics.

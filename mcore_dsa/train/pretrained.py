@@ -36,30 +36,31 @@ _SHAPE = (
 
 
 def find_pretrained(config: JobConfig) -> CheckpointBinding:
-    """The checkpoint that ``load_hf`` names, by its headers.
+    """The checkpoint that `load_hf` names, by its headers.
 
-    Raises:
-        ValueError: it cannot be read or has faults, its geometry is not the model's, it has fewer DSA layers, or the
-            library that will read it is not installed.
+    Raises: ValueError where it cannot be read or has faults, its geometry is not the model's, it has fewer DSA layers,
+    or the library that will read it is not installed.
     """
     if find_spec("safetensors") is None:
-        raise ValueError(f"load_hf={config.load_hf!r} needs safetensors: pip install 'mcore-dsa[hf]' brings it")
+        raise ValueError(
+            f"load_hf is {config.load_hf!r}; accepted without safetensors is null: pip install 'mcore-dsa[hf]'"
+        )
     try:
         binding = verify(str(config.load_hf))
         binding.raise_faults()
     except (OSError, ValueError) as error:
-        raise ValueError(f"load_hf={config.load_hf!r}: {error}") from error
+        raise ValueError(f"load_hf is {config.load_hf!r}; accepted is a checkpoint's folder: {error}") from error
     model = config.model
     theirs = KPoolDSATransformerConfig.from_geometry(binding.geometry, num_layers=model.num_layers)
+    given = f"with load_hf {config.load_hf!r}"
     faults = [
-        f"model.{name}={getattr(model, name)!r}; accepted with load_hf={config.load_hf!r}: {getattr(theirs, name)!r}"
+        f"model.{name} is {getattr(model, name)!r}; accepted {given} is {getattr(theirs, name)!r}"
         for name in _SHAPE
         if getattr(model, name) != getattr(theirs, name)
     ]
     layers = _dsa_layers_before(model, model.num_layers + 1)
     if layers > len(binding.layers):
-        accepted = f"accepted with load_hf={config.load_hf!r}: at most its {len(binding.layers)}"
-        faults.append(f"model has {layers} DSA layers; {accepted}")
+        faults.append(f"the number of DSA layers is {layers}; accepted {given} is at most its {len(binding.layers)}")
     if faults:
         raise ValueError("\n".join(faults))
     return binding
@@ -92,7 +93,7 @@ def load_pretrained(chunks: Sequence[nn.Module], model: ModelConfig, binding: Ch
 
 
 def _dsa_layers_before(model: ModelConfig, layer_number: int) -> int:
-    """DSA layers in front of Megatron's layer ``layer_number``, counted from 1 over all pipeline stages."""
+    """DSA layers in front of Megatron's layer `layer_number`, counted from 1 over all pipeline stages."""
     if model.hybrid_layer_pattern is None:
         return layer_number - 1
     return model.hybrid_layer_pattern.replace("|", "")[: layer_number - 1].count("D")
