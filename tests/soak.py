@@ -1,4 +1,4 @@
-"""`make soak`: the hypothesis properties with other examples in every round, until time is up or one fails."""
+"""`make soak`: the hypothesis properties with other examples in every round, until one fails or time is up after a round."""
 
 import argparse
 import random
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/soak.py", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default 10)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="after which no round begins (default 10)")
     parser.add_argument(
         "--seed", type=int, default=random.randrange(1 << 30), help="of the first round (default random)"
     )
@@ -24,15 +24,12 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "hypothesis", "--hypothesis-profile=soak"]
         command += [f"--hypothesis-seed={seed}", *arguments.rest]
         print(f"seed {seed}, {left / 60:.1f} minutes left", flush=True)
-        try:
-            code = subprocess.run(command, cwd=ROOT, timeout=left).returncode
-        except subprocess.TimeoutExpired:
-            break
+        code = subprocess.run(command, cwd=ROOT).returncode
         if code:
             print(f"again with: {shlex.join(command)}")
             return code
         seed += 1
-    print(f"time is up: seeds {arguments.seed} to {seed - 1} whole, {seed} in part or not")
+    print(f"time is up: nothing failed under seeds {arguments.seed} to {seed - 1}")
     return 0
 
 
