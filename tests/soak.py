@@ -1,4 +1,4 @@
-"""`make soak`: the hypothesis properties with other examples in every round, until one fails or time is up after a round."""
+"""`make soak`: the hypothesis properties with other examples in every round, until time is up or one of them fails."""
 
 import argparse
 import random
