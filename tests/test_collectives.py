@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from draw import CollectiveLog, poisoned
+from draw import poisoned
 from harness import RanksFailed, run_ranks
+from recorder import Recorder
 
 from mcore_dsa.collectives import agree, gather_rows, gather_selection, group_rank, group_size
 from mcore_dsa.rows import PackWork, RowPartition
@@ -43,7 +44,7 @@ def rows_are_joined(group: Any) -> None:
             every = mixed(seed, ranks * rows, 2, 3).to(dtype)
             mine = every[me * rows : (me + 1) * rows]
             strided = torch.stack([mine, mine * 0], dim=-1)[..., 0]
-            with poisoned(), CollectiveLog() as log:
+            with poisoned(), Recorder() as log:
                 joined = gather_rows(strided, group)
             assert joined.dtype == dtype
             assert torch.equal(joined, every)
@@ -66,7 +67,7 @@ def selections_are_joined(group: Any) -> None:
                 every = mixed(seed + rows, batch, rows, budget).to(torch.int32)
                 row = [row for part in partition.slices(me) for row in part]
                 strided = every[:, row].transpose(0, 2).contiguous().transpose(0, 2)
-                with poisoned(), CollectiveLog() as log:
+                with poisoned(), Recorder() as log:
                     joined = gather_selection(strided, partition, group)
                 assert joined.dtype == torch.int32
                 assert torch.equal(joined, every)
@@ -129,7 +130,7 @@ SAME = {"FLAG": "contiguous", "BYTES": "256"}
 
 def agreement(group: Any) -> None:
     """One exchange a call, which says whether these values are new to the group; their order is nothing new."""
-    with CollectiveLog() as log:
+    with Recorder() as log:
         assert agree(SAME, (), group)
         assert not agree(dict(reversed(SAME.items())), (), group)
         assert agree({**SAME, "BYTES": "512"}, (), group)
