@@ -1,5 +1,5 @@
 .DELETE_ON_ERROR:
-.PHONY: train test lint bench clean
+.PHONY: train test soak lint bench clean
 
 PYTHON ?= python3.12
 VENV := .venv
@@ -10,7 +10,7 @@ TYPED := build/typed/mcore_dsa
 
 export OMP_NUM_THREADS := 1
 # Megatron compiles its small fusions with torch.compile, which takes minutes on a CPU and needs a C++ compiler.
-test train: export TORCHDYNAMO_DISABLE := 1
+test soak train: export TORCHDYNAMO_DISABLE := 1
 
 train: $(INSTALLED)
 	SKYRL_DSA_INDEXER_TP_SHARD=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -18,6 +18,10 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# ARGS="--minutes 60 --seed 7 -- tests/test_kpool.py"
+soak: $(INSTALLED)
+	$(BIN)/python tests/soak.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

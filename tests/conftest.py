@@ -8,6 +8,8 @@ from hypothesis import settings
 # Timing on a shared machine says nothing, so no deadline; the same examples on every run, so that a new failure is a
 # change in the code.
 settings.register_profile("mcore_dsa", deadline=None, derandomize=True)
+# For `make soak`: other examples with every --hypothesis-seed, which alone says which, so nothing is remembered.
+settings.register_profile("soak", deadline=None, database=None, print_blob=True)
 settings.load_profile("mcore_dsa")
 
 # Ranks and pytest workers share the cores: more threads than one in each only wait for one another. The variables are

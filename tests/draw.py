@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -160,46 +159,3 @@ def poisoned(value: float = 3e38) -> Iterator[None]:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch.setattr(owner, name, filled(getattr(owner, name)))
         yield
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """One call of a function of torch.distributed; a tensor stands as its dtype and shape."""
-
-    name: str
-    group: Any
-    output: Any
-    input: Any
-
-
-class CollectiveLog:
-    """Records what a block calls in torch.distributed, of everything there that communicates."""
-
-    NAMES = (
-        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
-        "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-        "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv",
-        "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list",
-        "send",
-    )  # fmt: skip
-
-    def __enter__(self) -> "CollectiveLog":
-        self.calls: list[CollectiveCall] = []
-        self._patch = pytest.MonkeyPatch()
-        for name in self.NAMES:
-            if hasattr(dist, name):
-                self._patch.setattr(dist, name, self._recording(name, getattr(dist, name)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.undo()
-
-    def _recording(self, name: str, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first, second = (
-                (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else None for x in (*args, None, None)[:2]
-            )
-            self.calls.append(CollectiveCall(name, kwargs.get("group"), first, second))
-            return original(*args, **kwargs)
-
-        return call

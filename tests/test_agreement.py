@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from draw import CollectiveLog
 from harness import run_ranks
+from recorder import Recorder
 from test_collectives import SIZES, SPLITS, in_groups, in_world
 
 from mcore_dsa.agreement import SelectionContract, agree, differing_replica, newly_agreed, weights_digest
@@ -19,11 +19,11 @@ SAME = {"FLAG": "contiguous", "BYTES": "256"}
 
 def agreement(group: Any) -> None:
     """One exchange a call, also for what was agreed before; which settings are new is known without one."""
-    with CollectiveLog() as log:
+    with Recorder() as log:
         agree(SAME, (), group)
         agree(SAME, (), group)
     assert [(call.name, call.group) for call in log.calls] == [("all_gather_object", group)] * 2
-    with CollectiveLog() as log:
+    with Recorder() as log:
         first = newly_agreed(SAME, group)
         assert first > 0
         assert newly_agreed(dict(reversed(SAME.items())), group) == 0

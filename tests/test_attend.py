@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attend_cases import Case, add_row_by_row, assert_equal, smallest_budget
+from attend_cases import Case, add_row_by_row, assert_as_exact_as_the_oracle, assert_equal, smallest_budget
 from draw import layout_of, poisoned
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -48,12 +48,7 @@ def threads(count: int) -> Iterator[None]:
 def test_equals_masked_attention(segmentation, geometry) -> None:
     case = Case.random(*segmentation, **geometry)
     exact = case.to(torch.float64).run_oracle()
-    for got, dense, want in zip(case.run(), case.run_oracle(), exact, strict=True):
-        # The oracle's own fp32 error is what fp32 costs at this shape; another order of the sums may cost some more.
-        error, size = (float(x.abs().max()) if x.numel() else 0.0 for x in (dense - want, want))
-        tolerance = 4 * error + 8 * torch.finfo(torch.float32).eps * size
-        assert got.dtype == torch.float32
-        assert bool(((got - want).abs() <= tolerance).all())
+    assert_as_exact_as_the_oracle(case.run(), case.run_oracle(), exact)
     # fp64 inputs run in fp64: sums of at most some hundred terms of order one.
     torch.testing.assert_close(case.to(torch.float64).run(), exact, rtol=1e-12, atol=1e-12)
 
@@ -253,7 +248,8 @@ def test_degenerate_shapes(segments, num_tokens, options) -> None:
     case = Case.random(segments, num_tokens, **options)
     out, q_grad, kv_grad = case.run()
     assert out.shape == q_grad.shape == case.q.shape
-    torch.testing.assert_close((out, q_grad, kv_grad), case.run_oracle())
+    exact = case.to(torch.float64).run_oracle()
+    assert_as_exact_as_the_oracle((out, q_grad, kv_grad), case.run_oracle(), exact)
 
 
 def test_empty_batch() -> None:

@@ -80,10 +80,11 @@ def test_work_is_the_work_model_s(tmp_path: Path, lengths: list[int]) -> None:
     for name, work in works.items():
         told = selection["partitions"][name]
         assert told["ranks"] == [vars(rank) for rank in work.ranks]
+        # Shares are quotients of float64, which may be taken in another order: a few of its roundings.
         assert told["busiest_over_mean"] == pytest.approx(work.busiest_over_mean, rel=1e-12)
         assert told["busiest_flops"] == max(rank.flops for rank in work.ranks)
         assert told["saved_flops"] == unsharded - told["busiest_flops"]
-        assert told["saved_share"] == pytest.approx(1 - told["busiest_flops"] / unsharded)
+        assert told["saved_share"] == pytest.approx(1 - told["busiest_flops"] / unsharded, rel=1e-12)
     best = best_partition(lengths, geometry, group_size=8)
     assert selection["best"] == selection["partition"] == best
 

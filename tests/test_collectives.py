@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from draw import CollectiveLog, poisoned
+from draw import poisoned
 from harness import RanksFailed, run_ranks
+from recorder import Recorder
 
 from mcore_dsa.collectives import SelectionGather, any_rank, gather_rows, gather_selection, group_rank, group_size
 from mcore_dsa.rows import PackWork, RowPartition
@@ -44,7 +45,7 @@ def rows_are_joined(group: Any) -> None:
             every = mixed(seed, ranks * rows, 2, 3).to(dtype)
             mine = every[me * rows : (me + 1) * rows]
             strided = torch.stack([mine, mine * 0], dim=-1)[..., 0]
-            with poisoned(), CollectiveLog() as log:
+            with poisoned(), Recorder() as log:
                 joined = gather_rows(strided, group)
             assert joined.dtype == dtype
             assert torch.equal(joined, every)
@@ -68,7 +69,7 @@ def selections_are_joined(group: Any) -> None:
                 every = mixed(seed + rows, batch, rows, budget).to(torch.int32)
                 row = [row for part in partition.slices(me) for row in part]
                 strided = every[:, row].transpose(0, 2).contiguous().transpose(0, 2)
-                with poisoned(), CollectiveLog() as log:
+                with poisoned(), Recorder() as log:
                     joined = gather_selection(strided, partition, group)
                 assert joined.dtype == torch.int32
                 assert torch.equal(joined, every)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend_cases import assert_as_exact_as_the_oracle
 from harness import megatron_ranks
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -139,9 +140,9 @@ def core_attention(cfg: Any, **overrides: Any) -> KPoolDSAttention:
     return KPoolDSAttention(cfg, **arguments)
 
 
-def dense(core: Core, selection: Tensor, tail: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def dense(core: Core, selection: Tensor, tail: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The oracle's output over the selected tokens, and its gradients of query and key."""
-    query, key = (core.tensors[name].detach().requires_grad_() for name in ("query", "key"))
+    query, key = (core.tensors[name].detach().to(dtype).requires_grad_() for name in ("query", "key"))
     rows = len(query)
     layout = PoolLayout.dense(rows, pool_size=POOL, batch=BATCH)
     token_BSW = expand_selection(selection, layout, torch.arange(rows), always_select_tail=tail)
@@ -149,7 +150,7 @@ def dense(core: Core, selection: Tensor, tail: bool) -> tuple[Tensor, dict[str, 
     (output * core.probe).sum().backward()
     assert query.grad is not None
     assert key.grad is not None
-    return output.detach(), {"query": query.grad, "key": key.grad}
+    return output.detach(), query.grad, key.grad
 
 
 def attended() -> list[tuple[int, bool, int]]:
@@ -161,10 +162,9 @@ def attended() -> list[tuple[int, bool, int]]:
             with taken_selections() as taken:
                 output = core.run()
             gradients = core.gradients(output)
-            wanted, wanted_gradients = dense(core, taken[0], tail)
-            torch.testing.assert_close(output.detach(), wanted, rtol=1e-5, atol=1e-5)
-            for name, grad in wanted_gradients.items():
-                torch.testing.assert_close(gradients[name], grad, rtol=1e-5, atol=1e-5)
+            oracle, exact = (dense(core, taken[0], tail, dtype) for dtype in (torch.float32, torch.float64))
+            got = (output.detach(), gradients["query"], gradients["key"])
+            assert_as_exact_as_the_oracle(got, oracle, exact)
             # Nothing flows into the indexer's inputs.
             assert gradients["x"] is None
             assert gradients["qr"] is None

@@ -1,8 +1,9 @@
 """`SKYRL_DSA_INDEXER_TP_SHARD` in the module: what it changes, when it is read, and how ranks agree on it."""
 
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,13 @@ import torch.distributed as dist
 from harness import megatron_ranks
 from megatron.core import parallel_state
 from models import BATCH, OFF, ON, POOL, ROWS, SIZES, TOPK, attentions, config, gpt, taken_selections, tokens
+from recorder import Recorder
 
 from mcore_dsa import agreement, sharded
 from mcore_dsa.backends.torch import TorchBackend
-from mcore_dsa.megatron import KPoolDSAttention
+from mcore_dsa.megatron import KPoolDSAttention, attention
 from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, OVERLAP_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE
 
-PREFIXES = ("all_", "barrier", "batch_", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
-CALLS = [name for name in dir(dist) if name.startswith(PREFIXES) and name != "reduce_op"]
 LAYERS = 2
 FORWARDS = 3
 HEADS, DIM = SIZES["dsa_indexer_n_heads"], SIZES["dsa_indexer_head_dim"]
@@ -26,40 +26,27 @@ HEADS, DIM = SIZES["dsa_indexer_n_heads"], SIZES["dsa_indexer_head_dim"]
 TIMEOUT_S = 45.0
 
 
-class Collectives:
-    """What goes through `torch.distributed` in this process: `(name, shape, dtype, ranks of the group)` of each call.
+def inside_selections(log: Recorder) -> list[list[tuple[Any, ...]]]:
+    """From here on, for each selection a module obtains `(name, (shape, dtype), ranks of the group)` of each call.
 
     Shape and dtype are of what a rank sends.
     """
+    per_selection: list[list[tuple[Any, ...]]] = []
+    original = KPoolDSAttention.forward
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        for name in CALLS:
-            setattr(dist, name, self._recording(name, getattr(dist, name)))
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        before = len(log.calls)
+        output = original(*args, **kwargs)
+        per_selection.append(
+            [
+                (call.name, call.input and call.input[::-1], dist.get_process_group_ranks(call.group))
+                for call in log.calls[before:]
+            ]
+        )
+        return output
 
-    def _recording(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            sent = [value for value in args if isinstance(value, torch.Tensor)][-1:]
-            what = [(tuple(tensor.shape), tensor.dtype) for tensor in sent] or [None]
-            same = "all_gather_single" if name == "all_gather_into_tensor" else name
-            self.calls.append((same, *what, dist.get_process_group_ranks(kwargs.get("group"))))
-            return original(*args, **kwargs)
-
-        return call
-
-    def inside_selections(self) -> list[list[tuple[Any, ...]]]:
-        """From here on, one list for each forward of a module."""
-        per_selection: list[list[tuple[Any, ...]]] = []
-        original = KPoolDSAttention.forward
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            before = len(self.calls)
-            output = original(*args, **kwargs)
-            per_selection.append(self.calls[before:])
-            return output
-
-        KPoolDSAttention.forward = forward
-        return per_selection
+    KPoolDSAttention.forward = forward
+    return per_selection
 
 
 class Records(logging.Handler):
@@ -78,14 +65,16 @@ class Records(logging.Handler):
 
 def observe() -> dict[str, Any]:
     """Three forwards of a two-layer model, then one of a second model."""
-    collectives_seen, records = Collectives(), Records()
-    model = gpt(config())
-    while_building = (list(collectives_seen.calls), list(records.lines), len(agreement._agreed))
-    per_selection = collectives_seen.inside_selections()
-    with taken_selections() as taken, torch.no_grad():
-        for step in range(FORWARDS):
-            model(tokens(step)[:, :-1], None, None)
-        gpt(config())(tokens()[:, :-1], None, None)
+    records, clock = Records(), itertools.count()
+    vars(attention).update(time=SimpleNamespace(perf_counter=lambda: next(clock)))
+    with Recorder() as log:
+        model = gpt(config())
+        while_building = (list(log.calls), list(records.lines), len(agreement._agreed))
+        per_selection = inside_selections(log)
+        with taken_selections() as taken, torch.no_grad():
+            for step in range(FORWARDS):
+                model(tokens(step)[:, :-1], None, None)
+            gpt(config())(tokens()[:, :-1], None, None)
     layers = attentions(model)
     return {
         "while_building": while_building,
@@ -117,7 +106,8 @@ def assert_observed(seen: dict[str, Any], collectives_of_a_layer: list[tuple[Any
     assert seen["per_selection"] == expected
     assert seen["rows"] == [FORWARDS * BATCH * len(rows)] * LAYERS
     assert seen["scored_rows"] == [FORWARDS * BATCH * scored_rows(rows)] * LAYERS
-    assert all(seconds > 0 for seconds in seen["seconds"])
+    # The clock stands a second further on at each look: one span a selection, with nothing left out or counted twice.
+    assert seen["seconds"] == [FORWARDS] * LAYERS
 
 
 def gathers(rows: int, group: list[int], *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[Any]:
@@ -164,8 +154,8 @@ def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
 def observe_pieces() -> list[int]:
     """Rows of each gather of one selection, where a piece is ten rows."""
     vars(sharded).update(OVERLAP_ROWS=10)
-    per_selection = Collectives().inside_selections()
-    with torch.no_grad():
+    with Recorder() as log, torch.no_grad():
+        per_selection = inside_selections(log)
         gpt(config(num_layers=1))(tokens()[:, :-1], None, None)
     return [what[0][1] - 1 for _, what, _ in per_selection[0][3:]]
 

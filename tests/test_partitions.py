@@ -10,6 +10,7 @@ from draw import numbers
 from harness import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from recorder import Recorder
 
 from mcore_dsa import PoolLayout, select_pools, select_pools_sharded, sharded
 from mcore_dsa.backends import SelectionCounters
@@ -93,15 +94,6 @@ def exchange(rows: int, device: str = "cpu") -> None:
         torch.empty(rows, 0, 2),
     ]
     mine = [tensor[rank * rows // ranks : (rank + 1) * rows // ranks].to(device) for tensor in every]
-    calls = 0
-    original = dist.all_to_all_single
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*arguments, **options)
-
-    dist.all_to_all_single = counted
     kinds = {kind: partition_rows(kind, rows, ranks, [rows], pool_size=POOL_SIZE, budget=BUDGET) for kind in ALL}
     # Empty slices ahead of full ones, slices out of order, and from three ranks on one that owns nothing.
     turned = [
@@ -112,15 +104,18 @@ def exchange(rows: int, device: str = "cpu") -> None:
     if ranks > 2:
         kinds["idle"] = RowPartition(rows, ((range(5, rows),), (), (range(5),), *((),) * (ranks - 3)))
     for kind, partition in kinds.items():
-        calls = 0
-        owned = exchange_rows(mine, partition, dist.group.WORLD)
+        with Recorder() as log:
+            owned = exchange_rows(mine, partition, dist.group.WORLD)
         index = torch.cat([torch.arange(part.start, part.stop) for part in (range(0), *partition.slices(rank))])
         for got, tensor in zip(owned, every, strict=True):
             assert got.dtype == tensor.dtype
             assert got.device == mine[0].device
             assert torch.equal(got.cpu(), tensor[index])
         in_place = kind in ("off", "contiguous") or (ranks == 1 and kind != "turned")
-        assert calls == (0 if in_place else 1)
+        moving = (
+            ["all_gather_single"] * len(mine) if kind == "off" and ranks > 1 else ["all_to_all_single"] * (not in_place)
+        )
+        assert [call.name for call in log.calls] == moving
     partition = RowPartition.zigzag(rows, ranks)
     with pytest.raises(ValueError, match="accepted are equal parts of the rows over"):
         exchange_rows([mine[0][:-1]], partition, dist.group.WORLD)

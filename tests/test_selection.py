@@ -106,9 +106,10 @@ def test_seventy_thousand_pools(spread: int) -> None:
 def test_scores_that_differ_in_their_last_bits(levels: int) -> None:
     """20,000 scores within one part in 2**20, exact in fp32: `levels` neighbouring floats from 1.0 on."""
     step = torch.randint(0, levels, (20_000,), generator=torch.Generator().manual_seed(levels))
-    assert levels - 1 < 2**3
     score = 1.0 + step * 2.0**-23
-    assert score.dtype == torch.float32
+    # Every level is a float of its own, and what the call makes of it in its queries loses none.
+    assert score.unique().tolist() == [1.0 + level * 2.0**-23 for level in range(levels)]
+    assert scored_alike(score, heads=32).scores64()[0, 0].unique().tolist() == score.double().unique().tolist()
     for budget in (1, 2, 500, 2048, 19_999):
         assert torch.equal(
             replace(scored_alike(score, heads=32), budget=budget).select()[0, 0], greatest(score, budget)

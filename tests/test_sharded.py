@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from draw import Call, CollectiveLog, layout_of, numbers, poisoned
+from draw import Call, layout_of, numbers, poisoned
 from harness import run_ranks
+from recorder import Recorder
 from torch import Tensor
 
 from mcore_dsa import fused_qk_topk_kpool, select_pools_sharded, sharded
@@ -66,7 +67,7 @@ def drop_in(call: Call, group: Any, **bounds: Tensor) -> Tensor:
 def every_rank_selects(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
     """The selection and token ids on this rank, with what it scored and saw; fresh buffers are full of winners."""
     rank, counters, call = dist.get_rank(), SelectionCounters(), pack(rows, kind)
-    with CollectiveLog() as log, poisoned():
+    with Recorder() as log, poisoned():
         selection = share(call, dist.group.WORLD, counters=counters)
     ranks = dist.get_world_size()
     longest = -(-rows // ranks)
@@ -77,7 +78,7 @@ def every_rank_selects(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
             (torch.int32, (2, longest + 1, BUDGET)),
         )
     ] * (rows > 0 and ranks > 1)
-    with CollectiveLog() as log, poisoned():
+    with Recorder() as log, poisoned():
         token_ids = drop_in(call, dist.group.WORLD)
     assert [made.output for made in log.calls] == [(torch.int32, (ranks * 2, longest + 1, BUDGET))] * (
         rows > 0 and ranks > 1
@@ -124,7 +125,7 @@ def rows_scored_with_and_without() -> tuple[list[int], list[int]]:
     TorchBackend.select = staticmethod(counted)
     rows, collectives = [], []
     for group in (dist.group.WORLD, None):
-        with CollectiveLog() as log:
+        with Recorder() as log:
             drop_in(call, group)
             share(call, group)
         rows.append(sum(scored))
@@ -145,7 +146,7 @@ def groups_select_for_themselves(split: list[list[int]]) -> Tensor:
     groups = [dist.new_group(ranks) for ranks in split]
     mine = next(index for index, ranks in enumerate(split) if dist.get_rank() in ranks)
     call = pack(203 + mine, "plateau", seed=mine)
-    with CollectiveLog() as log:
+    with Recorder() as log:
         selection = share(call, groups[mine])
         token_ids = drop_in(call, groups[mine])
     assert [made.group for made in log.calls] == [groups[mine]] * (2 if len(split[mine]) > 1 else 0)
@@ -167,7 +168,7 @@ def long_shards_overlap() -> None:
     call, ranks = pack(2 * sharded.OVERLAP_ROWS + 77, "near", batch=1), dist.get_world_size()
     expected = call.select()
     for overlap in (True, False):
-        with CollectiveLog() as log, poisoned():
+        with Recorder() as log, poisoned():
             assert torch.equal(share(call, dist.group.WORLD, overlap=overlap), expected)
         assert len(log.calls) == (2 if overlap else 1)
         assert all(len(made.output[1]) == 3 and made.output[1][0] == ranks for made in log.calls)

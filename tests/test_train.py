@@ -199,6 +199,7 @@ def test_losses_are_means_over_the_global_batch_however_it_is_spread(tmp_path: P
     start(tiny(tmp_path / "one", options), 1)
     start(tiny(tmp_path / "two", options, "--training.micro_batch_size 1"), 2)
     start(tiny(tmp_path / "big", options, "--training.micro_batch_size 4"), 1)
+    # As above, grown over one update.
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert losses(tmp_path / "big") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 

@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from harness import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from live_bytes import live_bytes
+from recorder import Recorder
 
 from mcore_dsa import DsaGeometry, PoolLayout, select_pools_sharded
 from mcore_dsa.backends import SelectionCounters
@@ -38,22 +38,6 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
     """Per partition (off first): rows, scored pairs, visible pairs and bytes received of this rank's selection."""
     geometry, group = small_geometry(), dist.group.WORLD
     ranks, rank, rows = dist.get_world_size(), dist.get_rank(), sum(lengths)
-    received = 0
-
-    def counting(original: Any) -> Any:
-        def call(output: torch.Tensor, shard: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            nonlocal received
-            own = shard.numel() * shard.element_size()
-            if "output_split_sizes" in options:
-                own = options["output_split_sizes"][rank] * output[0].numel() * output.element_size()
-            received += output.numel() * output.element_size() - own
-            return original(output, shard, *arguments, **options)
-
-        return call
-
-    for name in ("all_gather_single", "all_gather_into_tensor", "all_to_all_single"):
-        if hasattr(dist, name):
-            setattr(dist, name, counting(getattr(dist, name)))
     cuts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     layout = PoolLayout.from_cu_seqlens(torch.tensor(cuts), pool_size=geometry.index_kpool)
     position = torch.arange(rows)
@@ -65,24 +49,25 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
     mine = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
     results = []
     for kind in ALL:
-        received, counters = 0, SelectionCounters()
-        key, gate = gather_rows(key_gate[mine], group).chunk(2, dim=-1)
-        pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
-        partition = partition_rows(kind, rows, ranks, lengths, pool_size=4, budget=3)
-        own = exchange_rows([q[mine], weights[mine]], partition, group)
-        index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
-        select_pools_sharded(
-            *own,
-            pool_key,
-            layout,
-            position,
-            budget=3,
-            query_shard_group=group,
-            partition=partition,
-            overlap=False,
-            counters=counters,
-        )
-        results.append((counters.rows, counters.scored_pairs, int(visible_S[index].sum()), received))
+        counters = SelectionCounters()
+        with Recorder() as log:
+            key, gate = gather_rows(key_gate[mine], group).chunk(2, dim=-1)
+            pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
+            partition = partition_rows(kind, rows, ranks, lengths, pool_size=4, budget=3)
+            own = exchange_rows([q[mine], weights[mine]], partition, group)
+            index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
+            select_pools_sharded(
+                *own,
+                pool_key,
+                layout,
+                position,
+                budget=3,
+                query_shard_group=group,
+                partition=partition,
+                overlap=False,
+                counters=counters,
+            )
+        results.append((counters.rows, counters.scored_pairs, int(visible_S[index].sum()), log.received()))
     return results
 
 
