@@ -207,10 +207,18 @@ class RowBounds:
         return self.position_S.shape[0]
 
     @cached_property
+    def _host_XBS(self) -> Tensor:
+        return torch.stack([self.first_BS, self.visible_BS, self.tail_BS]).cpu()
+
+    @property
     def on_host(self) -> tuple[Tensor, Tensor]:
         """`first_BS` and `visible_BS` on the CPU; the first call waits for the device, no later one does."""
-        first_BS, visible_BS = torch.stack([self.first_BS, self.visible_BS]).cpu()
-        return first_BS, visible_BS
+        return self._host_XBS[0], self._host_XBS[1]
+
+    @property
+    def tail_on_host(self) -> Tensor:
+        """`tail_BS` on the CPU, which comes with `on_host`."""
+        return self._host_XBS[2]
 
     @cached_property
     def max_visible(self) -> int:
@@ -223,9 +231,8 @@ class RowBounds:
         taken = RowBounds(
             self.position_S[rows], self.first_BS[:, rows], self.visible_BS[:, rows], self.tail_BS[:, rows]
         )
-        if isinstance(rows, slice) and "on_host" in vars(self):
-            first_BS, visible_BS = self.on_host
-            vars(taken)["on_host"] = (first_BS[:, rows], visible_BS[:, rows])
+        if isinstance(rows, slice) and "_host_XBS" in vars(self):
+            vars(taken)["_host_XBS"] = self._host_XBS[:, :, rows]
         return taken
 
 

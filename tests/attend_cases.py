@@ -1,5 +1,7 @@
 """One call of sparse attention, with a gradient for its output, as tests vary and compare it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,8 +10,11 @@ from draw import layout_of
 from layouts import random_selection
 from torch import Tensor
 
+from mcore_dsa.backends import resolve
+from mcore_dsa.backends.torch.slots import Slots
 from mcore_dsa.functions import masked_attention, sparse_attention
-from mcore_dsa.kpool import PoolLayout, expand_selection
+from mcore_dsa.kpool import PoolLayout, RowBounds, expand_selection
+from mcore_dsa.settings import DEFAULT_ATTEND_BYTES
 
 
 @dataclass
@@ -62,6 +67,20 @@ class Case:
             **kwargs,
         )
 
+    def attend(self, bounds: RowBounds, *, attend_bytes: int = DEFAULT_ATTEND_BYTES, **kwargs) -> Tensor:
+        """The same of the backend, for rows that are located already."""
+        return resolve().attend(
+            self.q,
+            self.kv,
+            self.selection,
+            self.layout,
+            bounds,
+            softmax_scale=self.scale,
+            always_select_tail=self.tail,
+            attend_bytes=attend_bytes,
+            **kwargs,
+        )
+
     def run(self, **kwargs) -> tuple[Tensor, Tensor, Tensor]:
         """Output and the gradients of q and kv."""
         leaves = replace(self, q=self.q.detach().requires_grad_(), kv=self.kv.detach().requires_grad_())
@@ -72,6 +91,16 @@ class Case:
         q, kv = self.q.detach().requires_grad_(), self.kv.detach().requires_grad_()
         out = masked_attention(q, kv, self.tokens(), softmax_scale=self.scale)
         return out.detach(), *torch.autograd.grad(out, (q, kv), self.out_grad)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -100,7 +129,20 @@ def smallest_budget(case: Case) -> int:
     return int(str(refusal.value).split("accepted are at least ")[1].split(",")[0])
 
 
+def random_slots(items: int, width: int, channels: int, *, tokens: int, batch: int) -> tuple[Slots, Tensor]:
+    """Slots of items, some of which hold no token, and gradients: zeros where unused, NaN in an empty item.
+
+    An item's unused slots repeat its last token.
+    """
+    token = torch.stack([torch.randperm(tokens)[:width].sort().values * batch + i % batch for i in range(items)])
+    unused, empty = torch.rand(items, width) < 0.2, torch.rand(items, 1) < 0.1
+    unused[:, -1] = False
+    grad = torch.randn(items, width, channels).masked_fill(unused.unsqueeze(2), 0.0)
+    grad = grad.masked_fill(empty.unsqueeze(2), float("nan"))
+    return Slots(torch.where(unused, token[:, -1:], token), unused | empty, empty), grad
+
+
 def add_row_by_row(sum_XC: Tensor, target_IW: Tensor, grad_IWC: Tensor, batch: int) -> None:
-    """What the gradient of kv must be: a token occurs once in a row, so no two additions of one call meet."""
+    """What the gradient of kv must be: of the additions of one call, those that meet are of zeros but for one."""
     for target_BW, grad_BWC in zip(target_IW.split(batch), grad_IWC.split(batch), strict=True):
         sum_XC.index_add_(0, target_BW.flatten(), grad_BWC.flatten(0, 1))

@@ -64,7 +64,7 @@ def case() -> Case:
         ("softmax_scale", lambda x: "1", ValueError, "softmax_scale is '1'; accepted is a finite number"),
         ("softmax_scale", lambda x: float("inf"), ValueError, "softmax_scale is inf"),
         ("softmax_scale", lambda x: torch.ones(2), ValueError, "softmax_scale is tensor"),
-        ("always_select_tail", lambda x: None, TypeError, "always_select_tail is None; accepted is a bool"),
+        ("always_select_tail", lambda x: None, TypeError, "always_select_tail is None; accepted are True and False"),
         ("attend_bytes", lambda x: 1e9, TypeError, "attend_bytes is 1000000000.0; accepted is an integer"),
         ("attend_bytes", lambda x: True, TypeError, "attend_bytes is True"),
         ("attend_bytes", lambda x: -1, ValueError, "attend_bytes is -1; accepted are at least"),

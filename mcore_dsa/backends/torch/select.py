@@ -47,7 +47,7 @@ def select_pools(
     host_first_BS, host_visible_BS = bounds.on_host
     counters.calls += 1
     counters.rows += host_visible_BS.numel()
-    _take_all_visible(selection_BSK, bounds, host_visible_BS <= budget)
+    _take_all_visible(selection_BSK, bounds, host_visible_BS)
     if bounds.max_visible <= budget:
         return selection_BSK
     with full_precision(layout.device.type):
@@ -135,18 +135,26 @@ def _score_block(scorer: TileScorer, key_PD: Tensor, strip: _RowStrip, begin: in
                 out.copy_(score if out.shape == score.shape else score[: out.shape[0], : out.shape[1]])
 
 
-def _take_all_visible(selection_BSK: Tensor, bounds: RowBounds, fits_BS: Tensor) -> None:
-    """Write the selection of rows that see no more pools than the budget, and something in rows near them."""
+def _take_all_visible(selection_BSK: Tensor, bounds: RowBounds, visible_BS: Tensor) -> None:
+    """Write the selection of rows that see no more pools than the budget, and something in rows near them.
+
+    `visible_BS` is on the host. Columns that none of these rows fills are filled with -1 and nothing else.
+    """
     batch, rows, budget = selection_BSK.shape
+    fits_BS = visible_BS <= budget
     rank = torch.arange(budget, dtype=torch.int32, device=selection_BSK.device)
     first_BS1, visible_BS1 = bounds.first_BS.to(torch.int32).unsqueeze(-1), bounds.visible_BS.unsqueeze(-1)
     step = max(1, _FILL_ELEMENTS // budget)
     for sample in range(batch):
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            if bool(fits_BS[sample, part].any()):
-                ids = torch.add(first_BS1[sample, part], rank, out=selection_BSK[sample, part])
-                ids.masked_fill_(rank >= visible_BS1[sample, part], -1)
+            fits = fits_BS[sample, part]
+            if bool(fits.any()):
+                most = int(visible_BS[sample, part][fits].max())
+                taken, spare = selection_BSK[sample, part, :most], selection_BSK[sample, part, most:]
+                torch.add(first_BS1[sample, part], rank[:most], out=taken)
+                taken.masked_fill_(rank[:most] >= visible_BS1[sample, part], -1)
+                spare.fill_(-1)
 
 
 def bytes_in_flight(device: torch.device, heads: int, dim: int, budget: int, pools: int, score_bytes: int) -> int:
