@@ -208,6 +208,10 @@ class RowBounds:
 
     @cached_property
     def _host_XBS(self) -> Tensor:
+        if "_taken_from" in vars(self):
+            whole, rows = vars(self)["_taken_from"]
+            host_XBS: Tensor = whole._host_XBS[:, :, rows if isinstance(rows, slice) else rows.cpu()]
+            return host_XBS
         return torch.stack([self.first_BS, self.visible_BS, self.tail_BS]).cpu()
 
     @property
@@ -227,12 +231,11 @@ class RowBounds:
         return int(visible_BS.max()) if visible_BS.numel() else 0
 
     def take(self, rows: slice | Tensor) -> RowBounds:
-        """The bounds of some of the rows, by a slice or by int64 indices."""
+        """The bounds of some of the rows, by a slice or by int64 indices; to the host come those of all, once."""
         taken = RowBounds(
             self.position_S[rows], self.first_BS[:, rows], self.visible_BS[:, rows], self.tail_BS[:, rows]
         )
-        if isinstance(rows, slice) and "_host_XBS" in vars(self):
-            vars(taken)["_host_XBS"] = self._host_XBS[:, :, rows]
+        vars(taken)["_taken_from"] = self, rows
         return taken
 
 
