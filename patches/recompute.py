@@ -37,7 +37,7 @@ PATCHES = (
     Patch(
         "random._get_share_storage",
         (),
-        "mla_up_proj recomputation compiles C++ for minutes, and waits forever on the lock of a process that was killed",
+        "mla_up_proj recomputation compiles C++ for minutes, and waits forever on a killed process's lock",
         _install,
         _skip,
         only_without_cuda=True,

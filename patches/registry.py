@@ -82,6 +82,6 @@ def _require_symbols(patch: Patch, version: str) -> None:
             pkgutil.resolve_name(symbol)
         except (AttributeError, ImportError) as error:
             raise MissingSymbolError(
-                f"megatron-core is {version}, without {symbol} ({error}); accepted is >=0.19,<0.21: patch "
+                f"megatron-core is {version}, without {symbol} ({error}); accepted is >=0.19,<0.20: patch "
                 f"{patch.name!r} replaces it, and patches/README.md says what for"
             ) from error
