@@ -130,7 +130,8 @@ class _Call:
     def chunks(self, group: SlotClass) -> tuple[Tensor, ...]:
         """The items of a class, as many at a time as backward, the greedier pass, can hold."""
         fixed, one = (self.item.workspace(items, group.slots, backward=True).nbytes for items in (0, 1))
-        return group.item_I.split((self.attend_bytes - fixed) // (one - fixed))
+        chunks: tuple[Tensor, ...] = group.item_I.split((self.attend_bytes - fixed) // (one - fixed))
+        return chunks
 
 
 class _SparseAttention(torch.autograd.Function):
