@@ -129,7 +129,8 @@ def sparse_attention(
     zeros and zero gradients. Products, softmax and sums run in fp32, or fp64 if an input is: a product of bf16 matrices
     on a CPU rounds its result, here the logits, to bf16. The gradient of a key adds what its rows contribute in row
     order, if rows of a document come in token order; else those that see fewer pools, in steps of powers of two, come
-    first. A row takes slots for the pools that it sees, not for the whole budget. A kv that is not contiguous is copied once, outside the budget.
+    first. A row takes slots for the pools that it sees, not for the whole budget. A kv that is not contiguous is copied
+    once, outside the budget.
 
     Raises: TypeError or ValueError for an argument of another kind, a budget too small for one row of every sample, ids
     that are not ascending, and an id that is not a visible complete pool of its row.
