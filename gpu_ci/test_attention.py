@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attend_cases import Case, add_row_by_row, assert_equal, smallest_budget
+from attend_cases import Case, add_row_by_row, assert_equal, random_slots, smallest_budget
 from hypothesis import given, settings
 from layouts import segmentations
 from on_device import DEVICE, moved, requested_at_peak
@@ -13,7 +13,8 @@ from test_attend import GEOMETRIES
 from torch import Tensor
 
 from mcore_dsa import expand_selection
-from mcore_dsa.backends.torch import attend
+from mcore_dsa.backends.torch.attend import _add_in_row_order
+from mcore_dsa.backends.torch.slots import Slots
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -80,11 +81,6 @@ def test_neither_tf32_nor_autocast_moves_a_bit() -> None:
         assert_equal(case.run(), expected)
 
 
-def slots_of(items: int, width: int, batch: int) -> attend._Slots:
-    token = torch.stack([torch.randperm(200)[:width].sort().values * batch + item % batch for item in range(items)])
-    return attend._Slots(token, torch.rand(items, width) < 0.2, torch.zeros(items, 1, 1, dtype=torch.bool), batch)
-
-
 @pytest.mark.parametrize(("items", "width", "channels"), [(6, 5, 33), (64, 160, 512), (1000, 67, 80)])
 def test_the_gradient_of_kv_is_summed_in_row_order(items: int, width: int, channels: int) -> None:
     """In chunks of any length, what the CPU gets row by row: float addition in another order would show.
@@ -93,23 +89,24 @@ def test_the_gradient_of_kv_is_summed_in_row_order(items: int, width: int, chann
     """
     torch.manual_seed(0)
     batch, spare = 2, 400
-    slots, grad = slots_of(items, width, batch), torch.randn(items, width, channels)
-    target = slots.token_IW.masked_fill(slots.unused_IW, spare)
+    slots, grad = random_slots(items, width, channels, tokens=200, batch=batch)
     expected = torch.zeros(spare + 1, channels)
-    add_row_by_row(expected, target, grad, batch)
+    add_row_by_row(expected, slots.token_IW.masked_fill(slots.empty_I1, spare), grad, batch)
     for step in (batch, 7 * batch, items):
         total = torch.zeros(spare + 1, channels, device=DEVICE)
         for begin in range(0, items, step):
             part = slice(begin, begin + step)
-            chunk = replace(slots, token_IW=slots.token_IW[part], unused_IW=slots.unused_IW[part])
-            attend._add_in_row_order(total, moved(chunk), moved(grad[part]))
+            chunk = Slots(slots.token_IW[part], slots.unused_IW[part], slots.empty_I1[part])
+            _add_in_row_order(total, moved(chunk), moved(grad[part]))
         assert torch.equal(total[:spare].cpu(), expected[:spare])
 
 
 def passes(case: Case, attend_bytes: int) -> tuple[int, int]:
     """Peaks of forward and backward, without outputs and the one fp32 sum of kv's gradient, a row longer than kv."""
     case = replace(case, q=case.q.detach().requires_grad_(), kv=case.kv.detach().requires_grad_())
-    forward, out = requested_at_peak(functools.partial(case.out, attend_bytes=attend_bytes))
+    bounds = case.layout.bounds(case.position)
+    case.attend(bounds)
+    forward, out = requested_at_peak(functools.partial(case.attend, bounds, attend_bytes=attend_bytes))
     gradients = functools.partial(torch.autograd.grad, out, (case.q, case.kv), case.out_grad)
     backward, _ = requested_at_peak(gradients)
     sums = case.kv.numel() * 4 + (0 if case.kv.dtype == torch.float32 else case.kv.nbytes)

@@ -135,12 +135,15 @@ def sparse_attention(
         position_S: integer `[s]`, the token each row stands at.
         softmax_scale: factor of the logits.
         always_select_tail: whether a row attends its own incomplete pool too.
-        attend_bytes: bytes either pass may hold beyond inputs, outputs and one fp32 accumulator of the shape of kv.
+        attend_bytes: bytes either pass may hold beyond inputs, outputs, one fp32 accumulator of the shape of kv, and
+            what is known of the rows (`layout.bounds`, and which of them have equally many slots).
 
     Returns: `[s, b, heads, c]` in the dtype of the queries, differentiable once in q and kv. A row without tokens gives
     zeros and zero gradients. Products, softmax and sums run in fp32, or fp64 if an input is: a product of bf16 matrices
     on a CPU rounds its result, here the logits, to bf16. The gradient of a key adds what its rows contribute in row
-    order. A kv that is not contiguous is copied once, outside the budget.
+    order, if rows of a document come in token order; else those that see fewer pools, in steps of powers of two, come
+    first. A row takes slots for the pools that it sees, not for the whole budget. A kv that is not contiguous is copied
+    once, outside the budget.
 
     Raises: TypeError or ValueError for an argument of another kind, a budget too small for one row of every sample, ids
     that are not ascending, and an id that is not a visible complete pool of its row.

@@ -35,7 +35,7 @@ def classes_of(case: Case, bounds: RowBounds) -> tuple[SlotClass, ...]:
 
 
 @given(segmentations(max_tokens=300), WIDE)
-@hypothesis_settings(max_examples=40)
+@hypothesis_settings(max_examples=25)
 def test_every_item_with_tokens_is_in_the_narrowest_class_that_holds_it(segmentation, geometry) -> None:
     case = Case.random(*segmentation, rows=30, **geometry)
     size, budget, batch = geometry["pool_size"], geometry["budget"], case.layout.batch
@@ -81,8 +81,8 @@ def test_layers_share_the_classes() -> None:
     assert classes_of(replace(case, tail=False), bounds) is not first
 
 
-@given(segmentations(max_tokens=200, max_batch=2), WIDE, st.sampled_from([1.0, 2.5, 20.0]))
-@hypothesis_settings(max_examples=25)
+@given(segmentations(max_tokens=120, max_batch=2), WIDE, st.sampled_from([1.0, 2.5, 20.0]))
+@hypothesis_settings(max_examples=10)
 def test_sums_of_several_classes_are_in_row_order(segmentation, geometry, factor) -> None:
     """Rows in token order: the gradient of kv is the rows' own, added first row first, in whatever chunks."""
     case = Case.random(*segmentation, **geometry)
@@ -95,8 +95,8 @@ def test_sums_of_several_classes_are_in_row_order(segmentation, geometry, factor
     assert torch.equal(total, kv_grad)
 
 
-@given(segmentations(max_tokens=200, max_batch=2), WIDE)
-@hypothesis_settings(max_examples=15)
+@given(segmentations(max_tokens=120, max_batch=2), WIDE)
+@hypothesis_settings(max_examples=8)
 def test_rows_in_any_order_keep_their_bits(segmentation, geometry) -> None:
     """Sums are then in the order of class and row, and each row's own output and gradient are what they were."""
     case = Case.random(*segmentation, **geometry)
@@ -114,13 +114,13 @@ def test_rows_in_any_order_keep_their_bits(segmentation, geometry) -> None:
 
 
 def test_no_thread_count_moves_a_bit_of_a_pack() -> None:
-    case = Case.random([[(0, 150), (150, 157), (157, 300)], [(5, 20), (20, 290)]], 300, channels=20, budget=40)
+    case = Case.random([[(0, 80), (80, 87), (87, 150)], [(5, 20), (20, 140)]], 150, channels=20, budget=18)
     assert len(classes_of(case, case.layout.bounds(case.position))) >= 4
     expected = case.run()
     for count in (2, 3):
         with threads(count):
             assert_equal(case.run(), expected)
-            assert_equal(case.run(attend_bytes=smallest_budget(case)), expected)
+            assert_equal(case.run(attend_bytes=10 * smallest_budget(case)), expected)
 
 
 @given(segmentations(max_tokens=150), WIDE)
