@@ -252,6 +252,11 @@ def test_strided_input_just_works() -> None:
 ROWS = torch.arange(20)
 BOUNDS = {"varlen_starts": torch.zeros(20, dtype=torch.int64), "varlen_ends": ROWS + 1}
 BAD: list[tuple[str, dict[str, Any]]] = [
+    ("use_relu", {"use_relu": "no"}),
+    ("always_select_tail", {"always_select_tail": 1}),
+    ("always_select_tail", {"always_select_tail": "no"}),
+    ("fp8_indexer", {"fp8_indexer": 0}),
+    ("query_shard_group", {"query_shard_group": 5}),
     ("q", {"q": None}),
     ("q", {"q": torch.zeros(20, 2, 2, 3, dtype=torch.int64)}),
     ("q", {"q": torch.zeros(20, 2, 6)}),

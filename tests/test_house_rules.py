@@ -1,6 +1,7 @@
 """The rules of CONTRIBUTING.md that a parser can check. Each rule is shown to bite on a source that breaks it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -211,3 +212,54 @@ def test_a_long_function_and_a_long_file_are_found() -> None:
     assert size_faults("a.py", "def f():\n" + body * 60, 60) == ["a.py:1 f has 61 lines"]
     assert size_faults("a.py", "pass\n" * 400, 60) == []
     assert size_faults("a.py", "pass\n" * 401, 60) == ["a.py has 401 lines"]
+
+
+SHAPED = re.compile(r"[a-z][a-z0-9_]*_(?=[1x]*[A-Z])([A-Z1x]{1,5})")
+
+
+def legend() -> set[str]:
+    """The letters that `mcore_dsa/__init__.py` explains."""
+    text = ast.get_docstring(ast.parse((ROOT / "mcore_dsa" / "__init__.py").read_text(encoding="utf-8"))) or ""
+    lines = [line for line in text.splitlines() if line.startswith("    ")]
+    return {letter for line in lines for letter in re.findall(r"(?:^| {2,}|, )([A-Zx1])(?=[ ,])", line)}
+
+
+def letter_faults(sources: dict[str, str], known: set[str]) -> list[str]:
+    faults = []
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "attr", None)
+            if isinstance(name, str) and (match := SHAPED.fullmatch(name)) and not set(match[1]) <= known:
+                faults.append(f"{module} names {name}")
+    return faults
+
+
+def voice_faults(sources: dict[str, str]) -> list[str]:
+    """Messages and docstrings in another voice: `must be`, `got`, double backticks, roles of Sphinx."""
+    faults = []
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                faults += [f"{module}:{node.lineno} says {word}" for word in VOICES if re.search(word, node.value)]
+    return faults
+
+
+VOICES = (
+    r"``",
+    r":(class|func|meth|attr):",
+    r" must be (an?|one|positive|the|in)\b",
+    r", got $",
+    r" refused; accepted: ",
+)
+
+
+def test_shapes_use_the_letters_of_the_one_legend() -> None:
+    known = legend()
+    assert {"S", "B", "H", "D", "O", "K", "x", "1", "F", "U"} <= known
+    assert letter_faults(package_sources(), known) == []
+    assert letter_faults({"a": "def f(q_SBHZ):\n    return q_SBHZ"}, known) == ["a names q_SBHZ"] * 2
+
+
+def test_messages_and_docstrings_are_in_one_voice() -> None:
+    assert voice_faults(package_sources()) == []
+    assert len(voice_faults({"a": 'raise ValueError(f"n must be a size, got {n}")'})) == 2
