@@ -172,8 +172,6 @@ class SelectionGather:
         self._call, self._selection_BSK = 0, None
         if not partition.is_replicated:
             self._selection_BSK = torch.empty(batch, partition.num_rows, budget, dtype=torch.int32, device=device)
-        if group is not None:
-            self._call = _calls[group] = _calls.get(group, 0) + 1
 
     @torch.no_grad()
     def advance(self, selection_BOK: Tensor, done: int) -> None:
@@ -213,6 +211,8 @@ class SelectionGather:
         return selection_BOK if self._selection_BSK is None else self._selection_BSK
 
     def _enter(self, rows: range, selection_BOK: Tensor) -> None:
+        if self._call == 0 and self._group is not None:
+            self._call = _calls[self._group] = _calls.get(self._group, 0) + 1
         batch, own, budget = selection_BOK.shape
         padded = selection_BOK.new_full((batch, len(rows) + 1, budget), -1)
         padded[:, :own] = selection_BOK
@@ -230,7 +230,11 @@ class SelectionGather:
             piece.work.wait()
         of_ranks = piece.gathered.unflatten(0, (self._partition.group_size, -1))
         if bool((of_ranks[:, :, -1] != piece.tag).any()):
-            tags = [f"{tag // _PIECES}.{tag % _PIECES}" for tag in of_ranks[:, 0, -1, 0].tolist()]
+            numbers = of_ranks[:, 0, -1, 0].tolist()
+            tags = [f"{tag // _PIECES}.{tag % _PIECES}" for tag in numbers]
+            if self._group is not None:
+                # All ranks read the same numbers, and are in step again from the next call on.
+                _calls[self._group] = max(numbers) // _PIECES
             raise ValueError(
                 f"the ranks of the query-shard group are in calls and pieces {', '.join(tags)}; accepted is the same "
                 "on every rank: one of them raised in the middle of a call, or left one out"

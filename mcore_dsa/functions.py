@@ -79,7 +79,7 @@ def select_pools(
         pool_key_PBD: floating `[layout.num_pools, b, dim]`, from `compress_keys`.
         position_S: integer `[s]`, the token each row stands at; None: rows are the tokens 0 ... s-1.
         budget: pools a row may select, `index_topk // index_kpool`.
-        score_bytes: bytes of scores and scratch in flight at most.
+        score_bytes: bytes of scores and scratch in flight at most; 56 bytes a row say where rows stand beside them.
         counters: where to add up what was done.
 
     Returns: `selection_BSK` int32 `[b, s, budget]`, ids ascending, -1 in unused slots, every slot written.

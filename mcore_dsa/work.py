@@ -20,8 +20,8 @@ from mcore_dsa.sharded import GATHERS_HELD, OVERLAP_ROWS
 
 _INT32 = _FP32 = 4
 _INT64 = 8
-# Position, first pool, visible pools and tail of a row, on the device, and two of them on the host.
-_BOUNDS = 6 * _INT64
+# Position, first pool, visible pools and tail of a row, on the device, and three of them on the host.
+_BOUNDS = 7 * _INT64
 # Shards this close to the least busy partition count as even; among them the fewest bytes win.
 _EVEN_ENOUGH = 1.02
 

@@ -73,7 +73,7 @@ def test_work_is_the_work_model_s(tmp_path: Path, lengths: list[int]) -> None:
     geometry = DsaGeometry.from_config(FLASH)
     works = {
         kind or "off": selection_work(lengths, geometry, group_size=8, partition=kind)
-        for kind in (None, "contiguous", "zigzag", "balanced")
+        for kind in ("off", "contiguous", "zigzag", "balanced")
     }
     assert selection["partitions"].keys() == works.keys()
     unsharded = works["off"].ranks[0].flops
@@ -129,7 +129,7 @@ def test_context_parallel_groups_count_as_row_by_row(halves: list[int], cp: int,
         groups.append(rows)
     busiest = max(groups, key=lambda rows: counted(geometry, lengths, rows)[1])
     told = busiest_group(lengths, geometry, tp=tp, cp=cp)
-    assert told[None] == [(len(busiest), *counted(geometry, lengths, busiest))] * tp
+    assert told["off"] == [(len(busiest), *counted(geometry, lengths, busiest))] * tp
     for kind, parts in (("contiguous", tp), ("zigzag", 2 * tp)):
         size = -(-len(busiest) // parts)
         slices = [busiest[part * size : (part + 1) * size] for part in range(parts)]

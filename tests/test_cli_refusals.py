@@ -69,7 +69,7 @@ REFUSED = {
     ),
     "balanced over contexts": (
         ["plan", "--config", FLASH, "--tp", 2, "--cp", 2, "--seq", 32, "--partition", "balanced"],
-        "--partition is balanced; accepted are, with --cp 2, contiguous and zigzag",
+        "--partition is balanced; accepted are, with --cp 2, off and contiguous and zigzag",
     ),
     "no folder for a picture": (
         ["plan", "--config", FLASH, "--tp", 2, "--seq", 32, "--plot", "{tmp}/absent/work.png"],

@@ -11,8 +11,8 @@ from transformers.models.glm5_next import modeling_glm5_next
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
 from mcore_dsa.functions import compress_keys, select_pools
+from mcore_dsa.fused import fused_qk_topk_kpool
 from mcore_dsa.kpool import PoolLayout, expand_selection
-from mcore_dsa.sharded import fused_qk_topk_kpool
 
 HIDDEN, Q_LORA, BATCH = 48, 24, 2
 LENGTHS = (1, 3, 4, 5, 17, 64, 257, 515)

@@ -47,10 +47,10 @@ def peak_beyond_the_result(
     factor=st.sampled_from([1.0, 1.3, 3.0]),
 )
 def test_tensors_stay_under_the_budget(heads: int, dim: int, budget: int, factor: float, **call) -> None:
-    """From the smallest budget on; ties at the cut take most."""
+    """From the smallest budget on; ties at the cut take most. Where rows stand, 7 int64 each, is outside of it."""
     score_bytes = int(factor * smallest_score_bytes(CPU, heads, dim, budget))
     sizes = {"heads": heads, "dim": dim, "budget": budget, "score_bytes": score_bytes}
-    assert peak_beyond_the_result(**call, **sizes) <= score_bytes
+    assert peak_beyond_the_result(**call, **sizes) <= score_bytes + 56 * call["rows"]
 
 
 def test_the_budget_is_used() -> None:

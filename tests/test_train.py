@@ -227,7 +227,7 @@ def run_with_a_fault_when_unsharded(config: JobConfig) -> dict[str, Any]:
     class Faulty(job.Trainer):
         def train_step(self) -> Any:
             report = super().train_step()
-            off = read_settings().partition.value is None
+            off = read_settings().partition.value == "off"
             if off and report.step == 4:
                 one_bit = torch.tensor(report.loss).view(torch.int32) + 1
                 report = replace(report, loss=float(one_bit.view(torch.float32)))

@@ -25,9 +25,16 @@ from mcore_dsa.settings import read_settings
 from mcore_dsa.sharded import gather_of
 from mcore_dsa.source import Scored, SelectionRequest, SelectionSource
 
-# A dense plan is a function of sizes alone, and every layer of a micro-batch asks for the same: training, evaluation
-# and a ragged last batch of each find theirs again. One of 524,288 rows holds 25 MB.
-_dense_plan = functools.lru_cache(maxsize=4)(SelectionPlan.dense)
+
+@functools.lru_cache(maxsize=4)
+def _dense_plan(rows: int, **sizes: Any) -> SelectionPlan:
+    """A function of sizes alone, for which every layer of a micro-batch asks; one of 524,288 rows holds 25 MB.
+
+    Training, evaluation and a ragged last batch of each find theirs again. Built outside inference mode: its tensors
+    could else not be saved for the backward pass of a training step that comes after.
+    """
+    with torch.inference_mode(False):
+        return SelectionPlan.dense(rows, **sizes)
 
 
 class KPoolDSAttention(MegatronModule):
