@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_bytes import allocated_bytes
 
+from mcore_dsa.backends.torch.scoring import tile_fingerprint
 from mcore_dsa.backends.torch.select import smallest_score_bytes
 from mcore_dsa.functions import select_pools
 from mcore_dsa.kpool import PoolLayout
@@ -29,6 +30,8 @@ def peak_beyond_the_result(
     """Bytes that rows near the end of one document hold at the most, what they return aside."""
     q, weights, key = numbers(kind, rows, pools, 1, heads, dim, seed=pools)
     layout, position = PoolLayout.dense(pools, pool_size=1), torch.arange(pools - rows, pools)
+    # The proof that a place in the tile does not matter, once a shape, belongs to no call.
+    tile_fingerprint(CPU, heads, dim)
     peak, held = allocated_bytes(
         lambda: select_pools(q, weights, key, layout, position, budget=budget, score_bytes=score_bytes)
     )

@@ -22,8 +22,8 @@ from mcore_dsa.checks import check_positive
 from mcore_dsa.precision import full_precision
 from mcore_dsa.workspace import Buffer, Workspace
 
-# Elements of which a CPU operation gives some to each of up to 32 threads.
-_EVERY_THREAD = 1 << 20
+# Elements of which a CPU operation gives some to each of up to 8 threads.
+_EVERY_THREAD = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -158,4 +158,4 @@ def _probe(device: torch.device, heads: int, dim: int, numerics: Hashable) -> in
     digest = zlib.crc32(scorer.score(0).cpu().numpy().tobytes())
     # Enough elements for every thread: each has its own switch that flushes what is below the normal range.
     small = torch.full((_EVERY_THREAD,), 1e-30, dtype=torch.float32, device=device)
-    return zlib.crc32((small * 1e-10).cpu().numpy().tobytes(), digest)
+    return zlib.crc32(small.mul_(1e-10).cpu().numpy().tobytes(), digest)
