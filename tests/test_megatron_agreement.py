@@ -104,7 +104,6 @@ ELSEWHERE = {
     "context_parallel_size": "refused unless 1",
     "perform_initialization": "how weights begin; their digest is agreed",
     "init_method": "how weights begin; their digest is agreed",
-    "use_cpu_initialization": "where weights begin",
 }
 
 

@@ -47,8 +47,7 @@ def find_pretrained(config: JobConfig) -> CheckpointBinding:
         )
     try:
         binding = verify(str(config.load_hf))
-        layers = _dsa_layers_before(config.model, config.model.num_layers + 1)
-        binding.raise_faults(binding.layers[:layers])
+        binding.raise_faults()
     except (OSError, ValueError) as error:
         raise ValueError(f"load_hf is {config.load_hf!r}; accepted is a checkpoint's folder: {error}") from error
     model = config.model
@@ -59,6 +58,7 @@ def find_pretrained(config: JobConfig) -> CheckpointBinding:
         for name in _SHAPE
         if getattr(model, name) != getattr(theirs, name)
     ]
+    layers = _dsa_layers_before(model, model.num_layers + 1)
     if layers > len(binding.layers):
         faults.append(f"the number of DSA layers is {layers}; accepted {given} is at most its {len(binding.layers)}")
     if faults:
