@@ -18,7 +18,7 @@ from models import BATCH, OFF, ON, POOL, ROWS, TOPK, attentions, config, gpt, to
 
 from mcore_dsa.agreement import SelectionContract
 from mcore_dsa.backends.torch import TorchBackend
-from mcore_dsa.megatron import KPoolDSATransformerConfig
+from mcore_dsa.megatron import KPoolDSATransformerConfig, attention
 from mcore_dsa.settings import OVERLAP_VARIABLE, PARTITION_VARIABLE
 
 TIMEOUT_S = 45.0
@@ -217,3 +217,18 @@ def three_threads() -> int:
 
 def test_three_threads_run_one_module() -> None:
     assert megatron_ranks(three_threads, 1, env=OFF) == [0]
+
+
+def evaluated_then_trained() -> bool:
+    """Evaluation in inference mode first, of sizes that no step had before, then a training step of the same."""
+    attention._dense_plan.cache_clear()
+    model, ids = gpt(config(num_layers=1)), tokens()
+    with torch.inference_mode():
+        model(ids[:, :-1], None, None)
+    model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
+    return all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_plan_made_in_inference_mode_serves_a_training_step() -> None:
+    """Its tensors, cached for every layer, could not be saved for backward."""
+    assert megatron_ranks(evaluated_then_trained, 1, env=OFF) == [True]
