@@ -1,0 +1,276 @@
+"""Selections taken from a record in place of scoring, and records made of what a forward selects.
+
+Letters of shapes: `mcore_dsa/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_dsa.checks import check_kind
+from mcore_dsa.collectives import Group, SelectionGather, gather_rows, gather_selection, group_rank, group_size
+from mcore_dsa.plan import SelectionPlan
+from mcore_dsa.record import SelectionRecord, documents_of, shortened
+from mcore_dsa.rows import RowPartition
+from mcore_dsa.source import SelectionRequest, SelectionSource
+
+# What becomes of rows that see pools and have no record.
+Missing = Literal["refuse", "score", "leave_out"]
+
+
+def recomputing() -> bool:
+    """Whether this thread is inside a backward pass, where a forward runs only to be recomputed.
+
+    torch has no public word for it; this one was right under Megatron's checkpoint, and both of torch's.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Place(NamedTuple):
+    """Where the own rows of a plan stand in a record: rows on the host, -1 for none; the rest on the plan's device."""
+
+    row_BO: Tensor
+    first_BO1: Tensor
+    scored_BO1: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replay:
+    """A record as the layers of a model take their selections from it.
+
+    Documents are told by their lengths: a plan may pad, pack and shard them in another way than the record.
+
+    Attributes:
+        record: the selections of the micro-batch.
+        missing: what becomes of rows that see pools and have no record. `refuse` raises. `score` scores them.
+            `leave_out` scores those alone which a recorded row of their document stands behind, and would read what
+            they make; the others select nothing. None of them belongs in the loss: `record.recorded_T` tells the rows
+            that do.
+    """
+
+    record: SelectionRecord
+    missing: Missing = "refuse"
+    _places: weakref.WeakKeyDictionary[SelectionPlan, _Place] = field(
+        default_factory=weakref.WeakKeyDictionary, init=False, repr=False
+    )
+    _scored_T: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.record, SelectionRecord):
+            check_kind(SelectionRecord, record=self.record or 0)
+        if self.missing not in get_args(Missing):
+            raise ValueError(f"missing is {self.missing!r}; accepted are {', '.join(map(repr, get_args(Missing)))}")
+        scored_T, record = self.record.missing_T, self.record
+        if self.missing == "leave_out":
+            last_N = torch.full((len(record.lengths),), -1)
+            row_X = record.recorded_T.nonzero().flatten()
+            inside_X = row_X[record.visible_T[row_X] > 0]
+            last_N.scatter_reduce_(0, record.document_T[inside_X], inside_X, "amax")
+            scored_T = scored_T & (torch.arange(len(scored_T)) < last_N[record.document_T])
+        object.__setattr__(self, "_scored_T", scored_T)
+
+    @property
+    def scores(self) -> bool:
+        """Whether a layer has to score: of the whole record, for every rank has to enter what scoring exchanges."""
+        return bool(self._scored_T.any())
+
+    @property
+    def fault(self) -> str:
+        """Why nothing can be replayed from the record, or nothing."""
+        if not self.record.fault and self.missing == "refuse" and bool(self.record.missing_T.any()):
+            row = int(self.record.missing_T.nonzero()[0])
+            return f"missing is 'refuse' and row {row} has no record; accepted are 'score' and 'leave_out'"
+        return self.record.fault
+
+    @property
+    def identity(self) -> str:
+        """As `SelectionSource.identity`. A fault is part of it: ranks of which one has a bad file are told of it."""
+        return f"replayed {self.record.digest}, rows without a record: {self.missing}{self.fault and f', {self.fault}'}"
+
+    def place(self, plan: SelectionPlan) -> _Place:
+        """Where a plan's own rows stand, found once for all layers.
+
+        Raises: ValueError for a plan of other documents or pools.
+        """
+        if plan not in self._places:
+            self._places[plan] = self._placed(plan)
+        return self._places[plan]
+
+    def _placed(self, plan: SelectionPlan) -> _Place:
+        record, layout, own = self.record, plan.layout, plan.own
+        lengths = [length for length in documents_of(layout)[0] if length]
+        recorded = [length for length in record.lengths if length]
+        if (lengths, layout.pool_size) != (recorded, record.pool_size):
+            raise ValueError(
+                f"the documents have lengths {shortened(lengths)} and pools of {layout.pool_size}; accepted for this "
+                f"record are {shortened(recorded)} and {record.pool_size}"
+            )
+        start_BN, end_BN = layout.segment_start_BN.cpu(), layout.segment_end_BN.cpu()
+        shift_BN = torch.zeros_like(start_BN)
+        shift_BN[end_BN > start_BN] = torch.tensor(
+            [start for start, length in zip(record.starts, record.lengths, strict=True) if length], dtype=torch.long
+        ) - start_BN[end_BN > start_BN]
+        position_BO = own.position_S.cpu().expand(layout.batch, -1).contiguous()
+        segment = (torch.searchsorted(start_BN, position_BO, right=True) - 1).clamp(min=0)
+        inside = (position_BO >= start_BN.gather(1, segment)) & (position_BO < end_BN.gather(1, segment))
+        row_BO = torch.where(inside, position_BO + shift_BN.gather(1, segment), -1)
+        scored_BO = self._scored_T[row_BO] & inside if len(self._scored_T) else inside
+        return _Place(
+            row_BO, own.first_BS.int().unsqueeze(-1), scored_BO.unsqueeze(-1).to(layout.device)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replayed:
+    """The source that takes one layer's selections from a record, and runs no projection for them.
+
+    Attributes:
+        replay: what is replayed, shared by the layers of a model.
+        layer: place of the layer among the model's DSA layers.
+        fallback: scores rows without a record. It scores all rows when it has to score one.
+    """
+
+    replay: Replay
+    layer: int
+    fallback: SelectionSource
+
+    @property
+    def identity(self) -> str:
+        return self.replay.identity
+
+    @torch.no_grad()
+    def own_rows(self, request: SelectionRequest) -> Tensor:
+        replay, plan, record = self.replay, request.plan, self.replay.record
+        if replay.fault:
+            raise ValueError(replay.fault)
+        if self.layer >= record.layers or request.budget != record.budget:
+            raise ValueError(
+                f"the record has {record.layers} layers and budget {record.budget}; accepted for layer {self.layer} "
+                f"are more layers and budget {request.budget}"
+            )
+        row_BO, first_BO1, scored_BO1 = replay.place(plan)
+        chosen_BOK = record.selection_xTK[self.layer].new_full((*row_BO.shape, record.budget), -1)
+        inside_BO = row_BO >= 0
+        chosen_BOK[inside_BO] = record.selection_xTK[self.layer][row_BO[inside_BO]]
+        chosen_BOK = chosen_BOK.to(plan.layout.device)
+        selection_BOK = torch.where(chosen_BOK >= 0, chosen_BOK + first_BO1, -1)
+        if not replay.scores:
+            return selection_BOK
+        return torch.where(scored_BO1, self.fallback.own_rows(_ungathered(request)), selection_BOK)
+
+
+def _ungathered(request: SelectionRequest) -> SelectionRequest:
+    """The request, answered without telling its gather: of what is scored not every row is taken."""
+    plan = request.plan
+    alone = SelectionGather(
+        RowPartition.replicated(plan.own.rows, 1),
+        None,
+        batch=plan.layout.batch,
+        budget=request.budget,
+        device=plan.layout.device,
+    )
+    return replace(request, gather=alone)
+
+
+class Recorder:
+    """Keeps what the layers of a model select, forward after forward, and joins it over the ranks.
+
+    A forward counts as one micro-batch, a recompute of it does not count. Every rank of the groups records.
+
+    Args:
+        layers: DSA layers of the whole model.
+        tp_group, cp_group, pp_group: over which rows, chunks of the sequence and layers are spread.
+        device: where the groups exchange.
+    """
+
+    def __init__(
+        self, layers: int, *, tp_group: Group, cp_group: Group, pp_group: Group, device: torch.device
+    ) -> None:
+        self._layers, self._device = layers, device
+        self._tp_group, self._cp_group, self._pp_group = tp_group, cp_group, pp_group
+        self._taken: dict[int, list[tuple[SelectionPlan, Tensor]]] = {}
+
+    def around(self, source: SelectionSource, layer: int) -> SelectionSource:
+        """`source`, what it gives being kept as the selections of one of the layers."""
+        return _Recorded(source, self._taken.setdefault(layer, []))
+
+    def finish(self) -> list[SelectionRecord]:
+        """One record for each forward, of all layers and in token order, on every rank; all ranks have to ask.
+
+        Raises: ValueError where layers ran another number of forwards, or a layer is on no rank or on several.
+        """
+        told = self._of_stages({layer: len(taken) for layer, taken in self._taken.items()})
+        stage_of = {layer: stage for stage, counts in enumerate(told) for layer in counts}
+        numbers = {number for counts in told for number in counts.values()}
+        if sorted(layer for counts in told for layer in counts) != list(range(self._layers)) or len(numbers) > 1:
+            raise ValueError(
+                f"the forwards of the layers of each stage are {told}; accepted is one number for {self._layers} layers"
+            )
+        forwards = numbers.pop() if numbers else 0
+        return [self._joined(forward, stage_of) for forward in range(forwards)]
+
+    def _joined(self, forward: int, stage_of: dict[int, int]) -> SelectionRecord:
+        plans = [taken[forward][0] for taken in self._taken.values()]
+        mine = (*documents_of(plans[0].layout), plans[0].layout.pool_size, self._budget()) if plans else None
+        lengths, padded, pool_size, budget = next(said for said in self._of_stages(mine) if said is not None)
+        selection_xTK = torch.empty(self._layers, sum(padded), budget, dtype=torch.int32)
+        for layer, stage in sorted(stage_of.items()):
+            if stage == group_rank(self._pp_group):
+                whole_TK = self._whole(*self._taken[layer][forward])
+            else:
+                whole_TK = selection_xTK.new_empty(selection_xTK.shape[1:], device=self._device)
+            if self._pp_group is not None:
+                dist.broadcast(whole_TK, group=self._pp_group, group_src=stage)
+            selection_xTK[layer] = whole_TK
+        return SelectionRecord(
+            selection_xTK=selection_xTK,
+            recorded_T=torch.ones(sum(padded), dtype=torch.bool),
+            lengths=lengths,
+            padded_lengths=padded,
+            pool_size=pool_size,
+        )
+
+    def _budget(self) -> int:
+        return next(taken[0][1].shape[-1] for taken in self._taken.values())
+
+    def _whole(self, plan: SelectionPlan, own_BOK: Tensor) -> Tensor:
+        """int32 `[all tokens, budget]`, relative to the documents, of this rank's rows of one layer and forward."""
+        selection_BSK = gather_selection(own_BOK.to(self._device), plan.partition, self._tp_group)
+        layout = plan.layout
+        selection_TBK = gather_rows(selection_BSK.transpose(0, 1), self._cp_group)
+        if plan.key_order_T is not None:
+            selection_TBK = selection_TBK[plan.key_order_T]
+        first_BT = layout.bounds(torch.arange(layout.num_tokens, device=layout.device)).first_BS.int()
+        relative_BTK = selection_TBK.transpose(0, 1) - first_BT.unsqueeze(-1)
+        return relative_BTK.masked_fill_(selection_TBK.transpose(0, 1) < 0, -1).flatten(0, 1)
+
+    def _of_stages(self, value: Any) -> list[Any]:
+        """What every stage of the pipeline says, in their order."""
+        told = [value] * group_size(self._pp_group)
+        if self._pp_group is not None:
+            dist.all_gather_object(told, value, group=self._pp_group)
+        return told
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """A source whose selections are kept on the host; they are as many as the device's memory is short of."""
+
+    source: SelectionSource
+    taken: list[tuple[SelectionPlan, Tensor]]
+
+    @property
+    def identity(self) -> str:
+        return f"recorded, {self.source.identity}"
+
+    def own_rows(self, request: SelectionRequest) -> Tensor:
+        own_BOK = self.source.own_rows(request)
+        if not recomputing():
+            self.taken.append((request.plan, own_BOK.to("cpu", copy=True)))
+        return own_BOK
