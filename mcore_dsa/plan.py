@@ -41,6 +41,12 @@ class SelectionPlan:
     key_order_T: Tensor | None = None
 
     @cached_property
+    def key_token_T(self) -> Tensor:
+        """int64, the inverse of `key_order_T`: which token each of the gathered keys is of."""
+        assert self.key_order_T is not None
+        return self.key_order_T.argsort()
+
+    @cached_property
     def own(self) -> RowBounds:
         """The bounds of the rows this rank selects for, slice after slice."""
         if self.partition.is_replicated:
