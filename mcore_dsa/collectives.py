@@ -301,7 +301,7 @@ def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Grou
 
 
 def any_rank(said: Sequence[bool], groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[bool]:
-    """Which of these some rank says, of all that one reaches through one group after the other; every rank has to ask."""
+    """Which of these some rank says, of all whom one reaches through group after group; every rank has to ask."""
     groups = [group for group in groups if group_size(group) > 1]
     if not groups:
         return list(said)

@@ -126,8 +126,8 @@ def fields_read() -> set[str]:
         return original(self, name)
 
     KPoolDSATransformerConfig.__getattribute__ = recording
-    ids = tokens()
-    gpt(config(num_layers=1))(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
+    ids, full = tokens(), {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gpt(config(num_layers=1, **full))(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
     return read
 
 

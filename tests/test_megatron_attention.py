@@ -31,7 +31,7 @@ from torch import Tensor
 from mcore_dsa.functions import masked_attention
 from mcore_dsa.kpool import PoolLayout, expand_selection
 from mcore_dsa.megatron import KPoolDSATransformerConfig, KPoolDSAttention
-from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, SCORE_BYTES_VARIABLE
+from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, SCORE_BYTES_VARIABLE, STORE_VARIABLE
 
 LATENT, HIDDEN, RANK = SIZES["kv_lora_rank"], SIZES["hidden_size"], SIZES["q_lora_rank"]
 HEADS = 3
@@ -71,15 +71,16 @@ def recomputed(dropout: float) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recomputation_changes_no_bit(dropout: float) -> None:
-    for results in megatron_ranks(recomputed, 2, dropout, tp=2, env=ON):
+@pytest.mark.parametrize(("dropout", "store"), [(0.0, "1"), (0.2, "1"), (0.2, "0")])
+def test_recomputation_changes_no_bit(dropout: float, store: str) -> None:
+    for results in megatron_ranks(recomputed, 2, dropout, tp=2, env=ON | {STORE_VARIABLE: store}):
         plain = results["none"]
         assert len(plain["gradients"]) > 10
         assert all(bool(grad.abs().max() > 0) for grad in plain["gradients"].values())
         assert not torch.equal(plain["first"][0], plain["first"][2])
         for way, result in results.items():
-            assert result["rows"] == [2 * count * BATCH * ROWS // 2 for count in EXECUTIONS[way]], way
+            selections = [1, 1] if store == "1" else EXECUTIONS[way]
+            assert result["rows"] == [2 * count * BATCH * ROWS // 2 for count in selections], way
             for part in ("gradients", "losses", "first"):
                 assert_equal(result[part], plain[part], f"{way} {part}")
             # Each recompute uses the selection of its own forward.

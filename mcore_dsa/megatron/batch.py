@@ -124,9 +124,9 @@ def _documents(packed: PackedSeqParams, name: str, suffix: str = "") -> Tensor |
         return None
     if of_query is None or of_key is None or not torch.equal(of_query, of_key):
         raise ValueError(f"packed_seq_params.{name}_q{suffix} and {name}_kv{suffix} differ; accepted are equal ones")
-    of_query = of_query.detach()
-    sentinels = (of_query == -1).flip(0).cumprod(0).sum() if of_query.ndim == 1 else 0
-    return of_query[: len(of_query) - int(sentinels)]
+    lengths: Tensor = of_query.detach()
+    sentinels = int((lengths == -1).flip(0).cumprod(0).sum()) if lengths.ndim == 1 else 0
+    return lengths[: len(lengths) - sentinels]
 
 
 def _version(tensor: Tensor | None) -> int | None:
