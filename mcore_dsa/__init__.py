@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mcore_dsa.fused import fused_qk_topk_kpool
     from mcore_dsa.geometry import DsaGeometry
     from mcore_dsa.kpool import PoolLayout, expand_selection
+    from mcore_dsa.record import LayerAgreement, SelectionRecord
+    from mcore_dsa.rollout import from_rollout
     from mcore_dsa.sharded import select_pools_sharded
     from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
@@ -32,9 +34,12 @@ __all__ = [
     "DsaShard",
     "DsaTensorPlan",
     "DsaTpPlan",
+    "LayerAgreement",
     "PoolLayout",
+    "SelectionRecord",
     "compress_keys",
     "expand_selection",
+    "from_rollout",
     "fused_qk_topk_kpool",
     "select_pools",
     "select_pools_sharded",
@@ -46,9 +51,12 @@ _HOMES = {
     "DsaShard": "tp_plan",
     "DsaTensorPlan": "tp_plan",
     "DsaTpPlan": "tp_plan",
+    "LayerAgreement": "record",
     "PoolLayout": "kpool",
+    "SelectionRecord": "record",
     "compress_keys": "functions",
     "expand_selection": "kpool",
+    "from_rollout": "rollout",
     "fused_qk_topk_kpool": "fused",
     "select_pools": "functions",
     "select_pools_sharded": "sharded",

@@ -37,6 +37,7 @@ class SelectionContract:
         softmax_scale: factor of the attention's logits.
         backend: what compresses, selects and attends, with a digest of its bits on this device.
         weights: digest of the frozen weights of this layer's indexer.
+        source: `SelectionSource.identity` of where selections come from.
     """
 
     settings: Settings
@@ -56,6 +57,7 @@ class SelectionContract:
     softmax_scale: float
     backend: str
     weights: str
+    source: str
 
     def describe(self) -> dict[str, str]:
         """Every field as text that is equal on two ranks if and only if they agree, settings by their variables."""

@@ -300,15 +300,18 @@ def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Grou
     )
 
 
-def any_rank(said: Sequence[bool], groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[bool]:
-    """Which of these some rank says, of all whom one reaches through group after group; every rank has to ask."""
+def greatest(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[int]:
+    """Of each of these int64 the greatest that a rank says, of all whom one reaches through group after group.
+
+    Every rank has to ask. Of a bool it tells whether any rank says so; of a number and its negative, whether all ranks
+    have the same.
+    """
     groups = [group for group in groups if group_size(group) > 1]
-    if not groups:
-        return list(said)
-    words = torch.tensor(said, dtype=torch.int32, device=device)
+    words = torch.tensor(values, dtype=torch.int64, device=device if groups else "cpu")
     for group in groups:
         dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
-    return [word > 0 for word in words.tolist()]
+    most: list[int] = words.tolist()
+    return most
 
 
 def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = True) -> dist.Work | None:

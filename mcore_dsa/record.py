@@ -29,6 +29,27 @@ _SELECTION, _RECORDED = "selection", "recorded"
 _STORED = {_SELECTION: "I32", _RECORDED: "BOOL"}
 
 
+class LayerAgreement(NamedTuple):
+    """How two selections of a layer compare, over the rows that both have.
+
+    Attributes:
+        layer: place of the layer among the DSA layers.
+        rows, rows_differing: rows compared, and those whose pools are not the same.
+        pools, pools_equal: pools that the recorded rows select, and those of them that the others select too.
+    """
+
+    layer: int
+    rows: int
+    rows_differing: int
+    pools: int
+    pools_equal: int
+
+    @property
+    def share(self) -> float:
+        """Of the recorded pools, those that are selected in both; 1 where there are none."""
+        return self.pools_equal / self.pools if self.pools else 1.0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SelectionRecord:
     """What every row of a micro-batch selected in every DSA layer, free of how the rows were packed and sharded.
@@ -117,7 +138,7 @@ class SelectionRecord:
     @cached_property
     def fault(self) -> str:
         """The first thing that cannot be true, with its layer, row and id; empty in a sound record."""
-        for layer, part in self._chunks():
+        for layer, part in self._chunks(16):
             chosen_IK, visible_I1 = self.selection_xTK[layer, part], self.visible_T[part].unsqueeze(-1)
             bad_IK = (chosen_IK < -1) | (chosen_IK >= visible_I1)
             before_IK, after_IK = chosen_IK[:, :-1], chosen_IK[:, 1:]
@@ -178,9 +199,32 @@ class SelectionRecord:
         record.check()
         return record
 
-    def _chunks(self) -> Iterator[tuple[int, slice]]:
-        """Layer and rows, so many rows at a time that 16 bytes for each of their ids stay in bounds."""
-        step = max(1, CHUNK_BYTES // (16 * self.budget))
+    def agreement(self, own: SelectionRecord) -> tuple[LayerAgreement, ...]:
+        """Compare a record, say of a rollout, with what the model here selects for the same documents, layer by layer.
+
+        Raises: ValueError for records of other documents, layers, pools or budgets.
+        """
+        for name in ("layers", "budget", "pool_size", "lengths", "padded_lengths"):
+            mine, theirs = getattr(self, name), getattr(own, name)
+            if mine != theirs:
+                said = [value if isinstance(value, int) else shortened(value) for value in (theirs, mine)]
+                raise ValueError(f"own.{name} is {said[0]}; accepted is that of the record, {said[1]}")
+        both_T = self.recorded_T & own.recorded_T & (self.visible_T > 0)
+        found = torch.zeros(self.layers, 4, dtype=torch.long)
+        for layer, part in self._chunks(48):
+            rows_I = both_T[part]
+            mine_IK, theirs_IK = self.selection_xTK[layer, part][rows_I], own.selection_xTK[layer, part][rows_I]
+            # A row holds a pool once: twice in both together is once in each.
+            sorted_IK = torch.cat([mine_IK, theirs_IK], -1).sort(-1).values
+            equal_I = ((sorted_IK[:, 1:] == sorted_IK[:, :-1]) & (sorted_IK[:, 1:] >= 0)).sum(-1)
+            count_I = (mine_IK >= 0).sum(-1)
+            differ_I = (equal_I < count_I) | (equal_I < (theirs_IK >= 0).sum(-1))
+            found[layer] += torch.stack([rows_I.sum(), differ_I.sum(), count_I.sum(), equal_I.sum()])
+        return tuple(LayerAgreement(layer, *counts) for layer, counts in enumerate(found.tolist()))
+
+    def _chunks(self, id_bytes: int) -> Iterator[tuple[int, slice]]:
+        """Layer and rows, so many rows at a time that a pass which takes `id_bytes` for an id stays in bounds."""
+        step = max(1, CHUNK_BYTES // (id_bytes * self.budget))
         for layer in range(self.layers):
             for start in range(0, self.selection_xTK.shape[1], step):
                 yield layer, slice(start, start + step)
@@ -211,49 +255,6 @@ class SelectionRecord:
         if self.recorded_T[row]:
             return f"the first pool id {place} is -1; accepted is a pool of the {visible} that a recorded row sees"
         return f"the first pool id {place} is {chosen[0]}; accepted is -1 in a row without a record"
-
-
-class LayerAgreement(NamedTuple):
-    """How two selections of a layer compare, over the rows that both have.
-
-    Attributes:
-        layer: place of the layer among the DSA layers.
-        rows, rows_differing: rows compared, and those whose pools are not the same.
-        pools, pools_equal: pools that the recorded rows select, and those of them that the others select too.
-    """
-
-    layer: int
-    rows: int
-    rows_differing: int
-    pools: int
-    pools_equal: int
-
-    @property
-    def share(self) -> float:
-        """Of the recorded pools, those that are selected in both; 1 where there are none."""
-        return self.pools_equal / self.pools if self.pools else 1.0
-
-
-def agreement(recorded: SelectionRecord, own: SelectionRecord) -> tuple[LayerAgreement, ...]:
-    """Compare a record, say of a rollout, with what the model here selects for the same documents, layer by layer.
-
-    Raises: ValueError for records of other documents, layers, pools or budgets.
-    """
-    sizes = [(r.layers, r.budget, r.pool_size, r.lengths, r.padded_lengths) for r in (recorded, own)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"own is of {sizes[1]}; accepted is {sizes[0]}: layers, budget, pool size, lengths")
-    both_T = recorded.recorded_T & own.recorded_T & (recorded.visible_T > 0)
-    found = torch.zeros(recorded.layers, 4, dtype=torch.long)
-    for layer, part in recorded._chunks():
-        rows_I = both_T[part]
-        mine_IK, theirs_IK = recorded.selection_xTK[layer, part][rows_I], own.selection_xTK[layer, part][rows_I]
-        # A row holds a pool once: twice in both together is once in each.
-        sorted_IK = torch.cat([mine_IK, theirs_IK], -1).sort(-1).values
-        equal_I = ((sorted_IK[:, 1:] == sorted_IK[:, :-1]) & (sorted_IK[:, 1:] >= 0)).sum(-1)
-        count_I = (mine_IK >= 0).sum(-1)
-        differ_I = (equal_I < count_I) | (equal_I < (theirs_IK >= 0).sum(-1))
-        found[layer] += torch.stack([rows_I.sum(), differ_I.sum(), count_I.sum(), equal_I.sum()])
-    return tuple(LayerAgreement(layer, *counts) for layer, counts in enumerate(found.tolist()))
 
 
 def documents_of(layout: PoolLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:

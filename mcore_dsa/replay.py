@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_dsa.checks import check_kind
+from mcore_dsa.checks import kind_of
 from mcore_dsa.collectives import Group, SelectionGather, gather_rows, gather_selection, group_rank, group_size
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.record import SelectionRecord, documents_of, shortened
@@ -59,28 +60,29 @@ class Replay:
     _places: weakref.WeakKeyDictionary[SelectionPlan, _Place] = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False
     )
-    _scored_T: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.record, SelectionRecord):
-            check_kind(SelectionRecord, record=self.record or 0)
+            raise TypeError(f"record is {kind_of(self.record)}; accepted is a SelectionRecord")
         if self.missing not in get_args(Missing):
             raise ValueError(f"missing is {self.missing!r}; accepted are {', '.join(map(repr, get_args(Missing)))}")
-        scored_T, record = self.record.missing_T, self.record
-        if self.missing == "leave_out":
-            last_N = torch.full((len(record.lengths),), -1)
-            row_X = record.recorded_T.nonzero().flatten()
-            inside_X = row_X[record.visible_T[row_X] > 0]
-            last_N.scatter_reduce_(0, record.document_T[inside_X], inside_X, "amax")
-            scored_T = scored_T & (torch.arange(len(scored_T)) < last_N[record.document_T])
-        object.__setattr__(self, "_scored_T", scored_T)
 
-    @property
+    @cached_property
+    def scored_T(self) -> Tensor:
+        """bool, rows of the record that have to be scored."""
+        record = self.record
+        if self.missing == "score":
+            return record.missing_T
+        row_X = (record.recorded_T & (record.visible_T > 0)).nonzero().flatten()
+        last_N = torch.full((len(record.lengths),), -1).scatter_reduce(0, record.document_T[row_X], row_X, "amax")
+        return record.missing_T & (torch.arange(len(record.missing_T)) < last_N[record.document_T])
+
+    @cached_property
     def scores(self) -> bool:
         """Whether a layer has to score: of the whole record, for every rank has to enter what scoring exchanges."""
-        return bool(self._scored_T.any())
+        return bool(self.scored_T.any())
 
-    @property
+    @cached_property
     def fault(self) -> str:
         """Why nothing can be replayed from the record, or nothing."""
         if not self.record.fault and self.missing == "refuse" and bool(self.record.missing_T.any()):
@@ -88,7 +90,7 @@ class Replay:
             return f"missing is 'refuse' and row {row} has no record; accepted are 'score' and 'leave_out'"
         return self.record.fault
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """As `SelectionSource.identity`. A fault is part of it: ranks of which one has a bad file are told of it."""
         return f"replayed {self.record.digest}, rows without a record: {self.missing}{self.fault and f', {self.fault}'}"
@@ -113,17 +115,19 @@ class Replay:
             )
         start_BN, end_BN = layout.segment_start_BN.cpu(), layout.segment_end_BN.cpu()
         shift_BN = torch.zeros_like(start_BN)
-        shift_BN[end_BN > start_BN] = torch.tensor(
-            [start for start, length in zip(record.starts, record.lengths, strict=True) if length], dtype=torch.long
-        ) - start_BN[end_BN > start_BN]
+        shift_BN[end_BN > start_BN] = (
+            torch.tensor(
+                [start for start, length in zip(record.starts, record.lengths, strict=True) if length], dtype=torch.long
+            )
+            - start_BN[end_BN > start_BN]
+        )
         position_BO = own.position_S.cpu().expand(layout.batch, -1).contiguous()
         segment = (torch.searchsorted(start_BN, position_BO, right=True) - 1).clamp(min=0)
         inside = (position_BO >= start_BN.gather(1, segment)) & (position_BO < end_BN.gather(1, segment))
         row_BO = torch.where(inside, position_BO + shift_BN.gather(1, segment), -1)
-        scored_BO = self._scored_T[row_BO] & inside if len(self._scored_T) else inside
-        return _Place(
-            row_BO, own.first_BS.int().unsqueeze(-1), scored_BO.unsqueeze(-1).to(layout.device)
-        )
+        scored_BO = torch.zeros_like(inside)
+        scored_BO[inside] = self.scored_T[row_BO[inside]]
+        return _Place(row_BO, own.first_BS.int().unsqueeze(-1), scored_BO.unsqueeze(-1).to(layout.device))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,8 +160,7 @@ class Replayed:
             )
         row_BO, first_BO1, scored_BO1 = replay.place(plan)
         chosen_BOK = record.selection_xTK[self.layer].new_full((*row_BO.shape, record.budget), -1)
-        inside_BO = row_BO >= 0
-        chosen_BOK[inside_BO] = record.selection_xTK[self.layer][row_BO[inside_BO]]
+        chosen_BOK[row_BO >= 0] = record.selection_xTK[self.layer][row_BO[row_BO >= 0]]
         chosen_BOK = chosen_BOK.to(plan.layout.device)
         selection_BOK = torch.where(chosen_BOK >= 0, chosen_BOK + first_BO1, -1)
         if not replay.scores:
@@ -189,9 +192,7 @@ class Recorder:
         device: where the groups exchange.
     """
 
-    def __init__(
-        self, layers: int, *, tp_group: Group, cp_group: Group, pp_group: Group, device: torch.device
-    ) -> None:
+    def __init__(self, layers: int, *, tp_group: Group, cp_group: Group, pp_group: Group, device: torch.device) -> None:
         self._layers, self._device = layers, device
         self._tp_group, self._cp_group, self._pp_group = tp_group, cp_group, pp_group
         self._taken: dict[int, list[tuple[SelectionPlan, Tensor]]] = {}

@@ -56,6 +56,10 @@ class SelectionRequest:
 class SelectionSource(Protocol):
     """Gives this rank's own rows of a request; every rank of the group asks its source at the same time."""
 
+    @property
+    def identity(self) -> str:
+        """Equal on two ranks if and only if they enter the same collectives and come to the same selections."""
+
     def own_rows(self, request: SelectionRequest) -> Tensor:
         """int32 `[b, own rows, budget]`, as `select_pools` of the rows of `request.plan.own`."""
 
@@ -79,6 +83,10 @@ class Scored:
     score_bytes: int
     use_relu: bool
     counters: SelectionCounters
+
+    @property
+    def identity(self) -> str:
+        return "scored"
 
     @torch.no_grad()
     def own_rows(self, request: SelectionRequest) -> Tensor:

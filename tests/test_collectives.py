@@ -11,7 +11,7 @@ from draw import poisoned
 from harness import RanksFailed, run_ranks
 from recorder import Recorder
 
-from mcore_dsa.collectives import SelectionGather, any_rank, gather_rows, gather_selection, group_rank, group_size
+from mcore_dsa.collectives import SelectionGather, gather_rows, gather_selection, greatest, group_rank, group_size
 from mcore_dsa.rows import PackWork, RowPartition
 
 SIZES = [1, 2, 3, 4]
@@ -194,10 +194,11 @@ def test_what_is_no_group_is_refused(group: Any) -> None:
 def one_rank_says() -> list[bool]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cpu = torch.device("cpu")
-    return any_rank([rank == speaker for speaker in (0, ranks - 1, ranks)], [dist.group.WORLD], cpu)
+    said = [rank == speaker for speaker in (0, ranks - 1, ranks)]
+    return greatest([*said, rank, -rank, 7 << 50, -(7 << 50)], [dist.group.WORLD], cpu)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_one_rank_says_all_hear(size: int) -> None:
-    assert run_ranks(one_rank_says, size) == [[True, True, False]] * size
-    assert any_rank([True, False], [], torch.device("cpu")) == [True, False]
+    assert run_ranks(one_rank_says, size) == [[1, 1, 0, size - 1, 0, 7 << 50, -(7 << 50)]] * size
+    assert greatest([True, False, -3], [], torch.device("cpu")) == [1, 0, -3]

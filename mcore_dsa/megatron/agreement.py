@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Hashable
 from dataclasses import fields
@@ -14,7 +15,7 @@ from torch import Tensor
 from mcore_dsa import __version__
 from mcore_dsa.agreement import SelectionContract, agree, differing_replica, newly_agreed, weights_digest
 from mcore_dsa.backends import Backend
-from mcore_dsa.collectives import any_rank
+from mcore_dsa.collectives import greatest
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE, Settings
@@ -43,6 +44,7 @@ class Agreement:
         indexer: KPoolDSAIndexer,
         softmax_scale: float | None,
         *,
+        source: str,
         lacks: bool,
     ) -> bool:
         """Agree, if on any rank something changed since the last time; every forward asks every rank.
@@ -52,6 +54,8 @@ class Agreement:
 
         Args:
             query_SBHC, backend, indexer, softmax_scale: what the module is to select and attend with.
+            source: `identity` of the source that would be asked. It may be another in every call: all ranks having the
+                same one is found without agreeing on all the rest.
             lacks: whether this rank has no selection for this call yet.
 
         Returns: whether any rank has none.
@@ -63,23 +67,26 @@ class Agreement:
             for parameter in indexer.parameters()
         )
         now = (backend, backend.numerics(query_SBHC.device), softmax_scale, *weights)
-        changed, any_lacks = any_rank([now != self._agreed, lacks], self._groups, query_SBHC.device)
-        if changed:
+        number = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=7).digest())
+        changed, any_lacks, most, least = greatest(
+            [now != self._agreed, lacks, number, -number], self._groups, query_SBHC.device
+        )
+        if changed or most != -least:
             faults, told = [*self._settings.faults, *_learning(indexer)], {}
             try:
                 faults += self._budget_faults(query_SBHC, backend, indexer)
                 bits = backend.fingerprint(query_SBHC.device, indexer.heads, indexer.head_dim)
-                told = self._contract(backend, bits, indexer, softmax_scale).describe()
+                told = self._contract(backend, bits, indexer, softmax_scale, source).describe()
             # Whatever it is: the others wait in the next line, and have to hear of it.
             except Exception as error:
                 faults.append(str(error) or type(error).__name__)
             agree(told, faults, *self._groups)
             self._agreed = now
             self._tell(backend)
-        return any_lacks
+        return bool(any_lacks)
 
     def _contract(
-        self, backend: Backend, bits: str, indexer: KPoolDSAIndexer, softmax_scale: float | None
+        self, backend: Backend, bits: str, indexer: KPoolDSAIndexer, softmax_scale: float | None, source: str
     ) -> SelectionContract:
         named = {field.name for field in fields(SelectionContract)} & {field.name for field in fields(self._config)}
         of_config = {name: getattr(self._config, name) for name in named}
@@ -89,6 +96,7 @@ class Agreement:
             "softmax_scale": softmax_scale,
             "backend": f"{backend.name}, {bits}",
             "weights": weights_digest(indexer.named_parameters()),
+            "source": source,
         }
         return SelectionContract(**{**of_config, **of_module})
 

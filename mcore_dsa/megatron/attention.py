@@ -143,15 +143,21 @@ class KPoolDSAttention(MegatronModule):
         budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
         place = self._place(plan)
         kept_BOK = None if place is None else place.take((plan.layout.batch, plan.own.rows, budget))
+        source = self._source()
         # Of all ranks, for in what follows they meet: one that has nothing kept needs the keys of the others.
         select = self._agreement.hold(
-            batch.query_SBHC, self.backend, self.indexer, self.softmax_scale, lacks=kept_BOK is None
+            batch.query_SBHC,
+            self.backend,
+            self.indexer,
+            self.softmax_scale,
+            source=source.identity,
+            lacks=kept_BOK is None,
         )
         if place is not None and place.carrier.again:
             self.recomputed["selected again" if select else "found"] += 1
         gather = gather_of(plan, self.tp_group, budget=budget, overlap=overlap)
         if select:
-            kept_BOK = self.source.own_rows(
+            kept_BOK = source.own_rows(
                 SelectionRequest(
                     self.layer_number,
                     plan,
@@ -168,6 +174,12 @@ class KPoolDSAttention(MegatronModule):
             return gather_of(plan, self.tp_group, budget=budget, overlap=overlap).finish(own_BOK)
 
         return gather.finish(kept_BOK), Kept(kept_BOK, restore)
+
+    def _source(self) -> SelectionSource:
+        """Of this call: in a recompute that of its first pass, whatever is replayed by now."""
+        carrier = recompute.current()
+        source: SelectionSource = self.source if carrier is None else carrier.context.setdefault(self, self.source)
+        return source
 
     def _place(self, plan: SelectionPlan) -> recompute.Place | None:
         """Where this call keeps its selection for a recompute; None where there is none, or it could take too much."""
