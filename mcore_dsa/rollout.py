@@ -113,10 +113,9 @@ class _Rows:
         kept_RxW = torch.nn.functional.pad(sorted_RxW.masked_fill(~pooled_RxW, _UNUSED), (0, room), value=_UNUSED)
         pool_RxKJ = kept_RxW[..., :width].unflatten(-1, (self._budget, self._pool_size))
         first_RxK1 = pool_RxKJ[..., :1]
-        whole_RxKJ = (first_RxK1 % self._pool_size == 0) & (
-            pool_RxKJ == first_RxK1 + torch.arange(self._pool_size, dtype=torch.int32)
-        )
-        in_part_RxKJ = ~whole_RxKJ & (pool_RxKJ != _UNUSED)
+        as_whole_RxKJ = first_RxK1 + torch.arange(self._pool_size, dtype=torch.int32)
+        whole_RxK1 = (first_RxK1 % self._pool_size == 0) & (pool_RxKJ == as_whole_RxKJ).all(-1, keepdim=True)
+        in_part_RxKJ = ~whole_RxK1 & (pool_RxKJ != _UNUSED)
         self._refuse(in_part_RxKJ.flatten(-2), f"all {self._pool_size} tokens of a pool", pool_RxKJ.flatten(-2))
         first_RxK = first_RxK1.squeeze(-1)
         return torch.where(first_RxK == _UNUSED, -1, first_RxK // self._pool_size).transpose(0, 1)
