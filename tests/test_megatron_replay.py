@@ -1,0 +1,303 @@
+"""Replay of a recorded forward in Megatron models: the same loss and gradients, bit for bit, and no projection run."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import megatron_ranks
+from megatron.core import parallel_state
+from models import OFF, TOPK, assert_equal, attentions, config, gpt, hybrid, tokens
+from packs import Pack, Pass, forward_backward
+from records import as_rollout, assert_records_equal, changed, without
+from torch.utils.checkpoint import checkpoint
+
+from mcore_dsa import SelectionRecord, from_rollout
+from mcore_dsa.megatron import KPoolDSAIndexer, ModelSelections
+from mcore_dsa.settings import PARTITION_VARIABLE, STORE_VARIABLE
+
+PARTITIONS = ("off", "1", "zigzag", "balanced")
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+RECOMPUTATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "1"),
+    "full, stored": (FULL, "1"),
+    "full, asked again": (FULL, "0"),
+    "core_attn, asked again": (CORE, "0"),
+}
+DENSE = Pack.of(96)
+PACK = Pack.of(37, 0, 48, 5, 30, multiple=8, behind=1)
+
+
+@contextmanager
+def projections() -> Iterator[list[int]]:
+    """One entry for each call of an indexer."""
+    calls: list[int] = []
+    original = KPoolDSAIndexer.forward
+
+    def forward(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        return original(self, *arguments)
+
+    KPoolDSAIndexer.forward = forward
+    try:
+        yield calls
+    finally:
+        KPoolDSAIndexer.forward = original
+
+
+def build(host: Callable[..., Any] = gpt, **options: Any) -> Any:
+    cp = parallel_state.get_context_parallel_world_size()
+    torch.manual_seed(1)
+    return host(config(context_parallel_size=cp, cp_comm_type="allgather" if cp > 1 else None, **options))
+
+
+def one_pass(model: Any, pack: Pack, closed: Any = None) -> Pass:
+    """Forward and backward of a pack, or of a dense batch where it is one whole document."""
+    ids, labels = pack.tokens_and_labels()
+    rows_X = pack.rows(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+    params = None if pack is DENSE or pack == DENSE else pack.params()
+    return forward_backward(model, ids, labels, pack.real_T, rows_X, params)
+
+
+def bits(one: Pass) -> dict[str, Any]:
+    """What has to be equal; projections are not run, and what is counted differs."""
+    kept = ("loss", "gradients", "losses_X", "selections")
+    return {name: value for name, value in asdict(one).items() if name in kept}
+
+
+def replayed(pack: Pack, partition: str) -> list[SelectionRecord]:
+    """One record for every way to recompute; replay of it is asserted to be the recorded pass."""
+    os.environ[PARTITION_VARIABLE] = partition
+    records = []
+    for name, (options, store) in RECOMPUTATIONS.items():
+        os.environ[STORE_VARIABLE] = store
+        model = build(**options)
+        plain = one_pass(model, pack)
+        selections = ModelSelections(model)
+        with selections.recording() as recorder:
+            assert_equal(bits(one_pass(model, pack)), bits(plain), f"{name}, recording")
+        (record,) = recorder.finish()
+        scored = [layer.counters.scored_rows for layer in attentions(model)]
+        with projections() as calls, selections.replaying(record), selections.recording() as again:
+            assert_equal(bits(one_pass(model, pack)), bits(plain), f"{name}, replaying")
+        assert calls == []
+        assert [layer.counters.scored_rows for layer in attentions(model)] == scored
+        assert_records_equal(again.finish()[0], record)
+        # Another selection, of the least pools, is another loss: it is the record that is attended to.
+        with selections.replaying(first_pools(record)):
+            assert one_pass(model, pack).loss != plain.loss
+        assert_equal(bits(one_pass(model, pack)), bits(plain), f"{name}, after")
+        records.append(record)
+    return records
+
+
+def first_pools(record: SelectionRecord) -> SelectionRecord:
+    """Every row selects the first pools of its document."""
+    count_TK = torch.arange(record.budget, dtype=torch.int32).expand(len(record.visible_T), -1)
+    first_TK = torch.where(count_TK < record.visible_T.unsqueeze(1), count_TK, -1)
+    return SelectionRecord(**{**vars_of(record), "selection_xTK": first_TK.expand(record.layers, -1, -1).contiguous()})
+
+
+def vars_of(record: SelectionRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in ("recorded_T", "lengths", "padded_lengths", "pool_size")}
+
+
+LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "tp2": {"tp": 2}, "cp2": {"cp": 2}, "tp2cp2": {"tp": 2, "cp": 2}}
+
+
+@pytest.mark.parametrize("pack", [DENSE, PACK], ids=["dense", "packed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_replay_is_the_recorded_forward(layout: str, pack: Pack) -> None:
+    """Under every way to recompute, with the store on and off; each rank has the whole record."""
+    sizes = LAYOUTS[layout]
+    ranks = sizes.get("tp", 1) * sizes.get("cp", 1)
+    partitions = PARTITIONS if layout == "tp2" else ("off", "zigzag")[: sizes.get("tp", 1)]
+    seen: list[SelectionRecord] = []
+    for partition in partitions:
+        for records in megatron_ranks(replayed, ranks, pack, partition, **sizes):
+            seen += records
+    for record in seen:
+        assert_records_equal(record, seen[0])
+    assert seen[0].lengths == pack.lengths
+    assert seen[0].padded_lengths == pack.padded
+    # As many entries as rows see, up to the budget, whatever shards and recomputes them.
+    visible_T = seen[0].visible_T
+    assert int((seen[0].selection_xTK >= 0).sum()) == 2 * int(visible_T.clamp(max=seen[0].budget).sum())
+
+
+def in_flight(order: str, host: Any, options: dict[str, Any], replay: bool) -> Any:
+    """Gradients of two micro-batches whose recomputes come in this order, each replaying a record of its own."""
+    model = build(host, **FULL, **options)
+    batches = [tokens(step) for step in range(2)]
+    selections = ModelSelections(model)
+
+    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean()
+
+    with torch.no_grad(), selections.recording() as recorder:
+        for ids in batches:
+            loss_of(ids)
+    losses = []
+    with projections() as calls:
+        for ids, record in zip(batches, recorder.finish(), strict=True):
+            if replay:
+                with selections.replaying(record):
+                    losses.append(loss_of(ids))
+            else:
+                losses.append(loss_of(ids))
+        if order == "sum":
+            sum(losses).backward()
+        else:
+            for number in map(int, order):
+                losses[number].backward()
+    assert bool(calls) != replay
+    return [float(loss) for loss in losses], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("store", ["1", "0"])
+@pytest.mark.parametrize("order", ["01", "10", "sum"])
+def test_each_recompute_replays_the_record_of_its_own_forward(order: str, store: str) -> None:
+    """The records are closed before backward begins."""
+    env = {PARTITION_VARIABLE: "zigzag", STORE_VARIABLE: store}
+    for host, options in ((gpt, {}), (hybrid, {"num_layers": 4})):
+        wanted, found = (
+            megatron_ranks(in_flight, 2, order, host, options, replay, tp=2, env=env) for replay in (False, True)
+        )
+        assert_equal(found, wanted)
+
+
+def without_a_carrier(reentrant: bool) -> list[str]:
+    """torch's own checkpoint around a layer's core attention: what a recompute says with and without an open record."""
+    model = build(num_layers=1)
+    (attention,) = attentions(model)
+    original = attention.forward
+
+    def checkpointed(query: Any, key: Any, *_: Any, x: Any, qr: Any, **__: Any) -> Any:
+        return checkpoint(
+            lambda *given: original(*given[:2], x=given[2], qr=given[3]), query, key, x, qr, use_reentrant=reentrant
+        )
+
+    attention.forward = checkpointed
+    ids, selections = tokens(), ModelSelections(model)
+
+    def loss_of() -> torch.Tensor:
+        model.zero_grad()
+        return model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean()
+
+    def gradients() -> list[torch.Tensor]:
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    with selections.recording() as recorder:
+        loss_of().backward()
+    wanted = gradients()
+    (record,) = recorder.finish()
+    with torch.no_grad(), selections.replaying(record):
+        loss_of()
+    for _ in range(2):
+        with selections.replaying(record):
+            loss_of().backward()
+        assert_equal(gradients(), wanted)
+        # Neither that replay nor the one without gradients is open.
+        loss_of().backward()
+        assert_equal(gradients(), wanted)
+    with selections.replaying(record):
+        loss = loss_of()
+    with pytest.raises(RuntimeError) as raised:
+        loss.backward()
+    return [str(raised.value)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_that_lost_its_record_raises(reentrant: bool) -> None:
+    for (said,) in megatron_ranks(without_a_carrier, 2, reentrant, tp=2, env=OFF):
+        assert said.startswith("layer 1 recomputes without a record, and 1 of its forwards replayed one; accepted is")
+
+
+def on_one_rank(what: str) -> str:
+    """What this rank is told where rank 1 alone does something else; a forward of all alike is right afterwards."""
+    model = build(num_layers=1)
+    ids, selections = tokens()[:, :-1], ModelSelections(model)
+    odd = dist.get_rank() == 1
+    with torch.no_grad():
+        with selections.recording() as recorder:
+            wanted = model(ids, None, None)
+        (record,) = recorder.finish()
+        other = {
+            "another record": lambda: selections.replaying(first_pools(record)),
+            "a bad record": lambda: selections.replaying(changed(record, 0, 9, [5])),
+            "another way with missing rows": lambda: selections.replaying(record, missing="score"),
+            "recording": selections.recording,
+        }
+        with pytest.raises(ValueError, match="source differs over the group") as raised:
+            if odd and what == "scoring":
+                model(ids, None, None)
+            with other[what]() if odd else selections.replaying(record):
+                model(ids, None, None)
+        with selections.replaying(record):
+            assert torch.equal(model(ids, None, None), wanted)
+    return str(raised.value)
+
+
+SAID = {
+    "another record": r"'replayed [0-9a-f]{16}.*' on ranks \[0\], 'replayed [0-9a-f]{16}.*' on ranks \[1\]",
+    "a bad record": r"the pool id of layer 0 at row 9, token 9 of document 0, is 5; .*future.* on ranks \[1\]",
+    "another way with missing rows": r"rows without a record: score' on ranks \[1\]",
+    "scoring": r"'scored' on ranks \[1\]",
+    "recording": r"'recorded, scored' on ranks \[1\]",
+}
+
+
+@pytest.mark.parametrize("flag", ["off", "1"])
+@pytest.mark.parametrize("what", SAID)
+def test_ranks_that_take_selections_from_elsewhere_are_told_on_every_rank(what: str, flag: str) -> None:
+    told = megatron_ranks(on_one_rank, 2, what, tp=2, env={PARTITION_VARIABLE: flag})
+    assert told[0] == told[1]
+    assert pytest.importorskip("re").search(SAID[what], told[0]), told[0]
+
+
+def from_an_engine() -> None:
+    """A record through the engine's format, of two samples; a prefix of the second was not recorded."""
+    model = build()
+    ids, selections = tokens(), ModelSelections(model)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(ids[:, :-1], None, None, labels=ids[:, 1:])
+
+    with selections.recording() as recorder:
+        wanted = run()
+    (record,) = recorder.finish()
+    rows, samples = wanted.shape[1], wanted.shape[0]
+    sizes = {"pool_size": record.pool_size, "budget": record.budget, "always_select_tail": True}
+    assert record.budget == TOPK // record.pool_size
+    last = [rows * sample + rows - 1 for sample in range(samples)]
+    for missing in (last, [*last, *range(rows, rows + 40)]):
+        found = from_rollout(as_rollout(without(record, missing)), **sizes)
+        assert_records_equal(found, without(record, missing))
+        with selections.replaying(found, missing="score"):
+            assert torch.equal(run(), wanted)
+        with projections() as calls, selections.replaying(found, missing="leave_out"):
+            losses = run()
+        # The last rows have nobody behind them, and are left out; what a prefix feeds is scored.
+        assert len(calls) == (0 if missing == last else 2)
+        counts = torch.ones(samples * rows, dtype=torch.bool).index_fill(0, torch.tensor(last), False)
+        assert torch.equal(losses.flatten()[counts], wanted.flatten()[counts])
+        assert not torch.equal(losses, wanted)
+        with (
+            pytest.raises(ValueError, match="missing is 'refuse' and row .* has no record"),
+            selections.replaying(found),
+        ):
+            run()
+    drift = record.agreement(first_pools(record))
+    assert [layer.layer for layer in drift] == [0, 1]
+    assert all(0 < layer.share < 1 and 0 < layer.rows_differing < layer.rows for layer in drift)
+
+
+@pytest.mark.parametrize("flag", ["off", "zigzag"])
+def test_a_rollout_replays_as_the_record_of_its_selections(flag: str) -> None:
+    megatron_ranks(from_an_engine, 2, tp=2, env={PARTITION_VARIABLE: flag})
