@@ -137,7 +137,9 @@ def schedules(way: str) -> dict[str, Any]:
     layers, projected, results = attentions(model), [], {}
     for layer in layers:
         layer.indexer.register_forward_pre_hook(lambda *_: projected.append(True))
-    for run, backwards in SCHEDULES.items():
+    # What an order or an error does to a carrier does not depend on what it is wrapped around.
+    few = () if way == "full" else (one_without_backward, the_same_twice, in_order, after_an_error_in_a_first_pass)
+    for run, backwards in ((run, count) for run, count in SCHEDULES.items() if run not in few):
         model.zero_grad()
         projected.clear()
         for layer in layers:
@@ -211,10 +213,8 @@ def one_rank_loses(lost: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize("flag", ["off", "1"])
 def test_where_one_rank_lacks_its_selection_all_select_again(flag: str) -> None:
     """None is left waiting, and the bits are the same."""
-    lost, kept = (
-        megatron_ranks(one_rank_loses, 3, rank, tp=3, env={PARTITION_VARIABLE: flag}, timeout=45.0)
-        for rank in (1, None)
-    )
+    env = {PARTITION_VARIABLE: flag}
+    lost, kept = (megatron_ranks(one_rank_loses, 3, rank, tp=3, env=env, timeout=45.0) for rank in (1, None))
     for one, other in zip(lost, kept, strict=True):
         assert one["recomputed"] == {"found": 0, "selected again": 1}
         assert other["recomputed"] == {"found": 1, "selected again": 0}
