@@ -37,8 +37,11 @@ class Pack:
 
     def bounds(self) -> list[tuple[int, int]]:
         """First token, and the one behind the last, of each document that has some."""
-        starts = accumulate(self.padded, initial=0)
-        return [(start, start + own) for start, own in zip(starts, self.lengths, strict=False) if own]
+        return [(start, start + own) for start, own in zip(self.starts, self.lengths, strict=True) if own]
+
+    @property
+    def starts(self) -> list[int]:
+        return list(accumulate(self.padded, initial=0))[:-1]
 
     @property
     def real_T(self) -> Tensor:
