@@ -66,7 +66,7 @@ def trainer_of(config: JobConfig) -> tuple[Any, str]:
     from mcore_dsa.train.loop import Trainer
 
     job = prepare(config, torch.distributed.get_world_size())
-    return Trainer(config, job.windows, torch.device("cpu")), job.corpus.digest
+    return Trainer(config, job.samples, torch.device("cpu")), job.corpus.digest
 
 
 def whole(name: str, parameter: nn.Parameter, shard: Tensor) -> Tensor:

@@ -32,6 +32,16 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
+    experts: dict[str, Any] = {}
+    if model.num_moe_experts is not None:
+        experts = {
+            "num_moe_experts": model.num_moe_experts,
+            "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+            "moe_router_topk": model.moe_router_topk,
+            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+            # The other one wants CUDA.
+            "moe_token_dispatcher_type": "allgather",
+        }
     return KPoolDSATransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -54,6 +64,11 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        cp_comm_type="allgather" if parallel.context > 1 else None,
+        expert_model_parallel_size=parallel.expert,
+        # Sums over tokens, divided once by the tokens of all ranks; see `loop._loss`.
+        calculate_per_token_loss=True,
         # Of two stages the one before and the one after are one peer, whose messages a batch pairs wrong.
         overlap_p2p_comm=parallel.virtual_pipeline is not None,
         batch_p2p_comm=parallel.virtual_pipeline is None,
@@ -64,6 +79,7 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         pipeline_dtype=dtype,
         bf16=training.dtype == "bf16",
         **recompute[training.recompute],
+        **experts,
     )
 
 
