@@ -72,8 +72,11 @@ def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Make sure that every rank of `group` runs with the same values, before anything depends on it.
+def agree(values: Mapping[str, str], faults: Sequence[str], *groups: dist.ProcessGroup) -> None:
+    """Make sure that every rank of `groups` runs with the same values, before anything depends on it.
+
+    With several groups these are all that this rank reaches through one after the other; ranks are counted with those
+    of the first group side by side.
 
     Every call is one exchange, which all ranks must enter: nothing that a rank remembers may let it stay out, or a rank
     whose settings have changed would wait for it alone. A rank that could not read a setting, or found that it cannot
@@ -82,10 +85,15 @@ def agree(values: Mapping[str, str], faults: Sequence[str], group: dist.ProcessG
 
     Raises: ValueError on every rank, naming the values that differ with their ranks, and every fault.
     """
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (dict(values), tuple(faults)), group=group)
+    told: list[Any] = [(dict(values), tuple(faults))]
+    for group in groups:
+        of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, told, group=group)
+        told = list(itertools.chain.from_iterable(of_ranks))
     problems = [f"rank {rank}: {fault}" for rank, (_, its_faults) in enumerate(told) for fault in its_faults]
-    for name in sorted({name for its_values, _ in told for name in its_values}):
+    # A rank that has a fault may have no values to tell.
+    comparable = all(its_values for its_values, _ in told)
+    for name in sorted({name for its_values, _ in told for name in its_values}) if comparable else ():
         ranks_of: dict[str, list[int]] = {}
         for rank, (its_values, _) in enumerate(told):
             ranks_of.setdefault(its_values.get(name, "not set"), []).append(rank)

@@ -76,6 +76,26 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
 
 
 @torch.no_grad()
+def reduce_rows(x: Tensor, group: Group) -> Tensor:
+    """What `gather_rows` is the transpose of: `[G * n, ...]` on each of G ranks to the sum of this rank's `[n, ...]`.
+
+    The sum is taken in the dtype of `x`, in an order that is the group's.
+
+    Raises: ValueError for rows that are no multiple of the ranks.
+    """
+    ranks = group_size(group)
+    if x.ndim == 0 or x.shape[0] % ranks:
+        raise ValueError(f"x has shape {tuple(x.shape)}; accepted are rows in a multiple of the group's {ranks} ranks")
+    reduced = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    if group is None:
+        return reduced.copy_(x)
+    # torch 2.13 renames this one too.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    cast(Callable[..., object], scatter)(reduced, x.contiguous(), group=group)
+    return reduced
+
+
+@torch.no_grad()
 def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Group) -> list[Tensor]:
     """Rows from the ranks that hold them in sequence order to the ranks that own them under `partition`.
 
@@ -280,13 +300,15 @@ def gather_selection(selection_BOK: Tensor, partition: RowPartition, group: Grou
     )
 
 
-def any_rank(said: bool, group: Group, device: torch.device) -> bool:
-    """Whether any rank of the group says so; every rank has to ask."""
-    if group is None or group_size(group) == 1:
-        return said
-    word = torch.tensor([int(said)], dtype=torch.int32, device=device)
-    dist.all_reduce(word, dist.ReduceOp.MAX, group=group)
-    return bool(word)
+def any_rank(said: Sequence[bool], groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[bool]:
+    """Which of these some rank says, of all whom one reaches through group after group; every rank has to ask."""
+    groups = [group for group in groups if group_size(group) > 1]
+    if not groups:
+        return list(said)
+    words = torch.tensor(said, dtype=torch.int32, device=device)
+    for group in groups:
+        dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
+    return [word > 0 for word in words.tolist()]
 
 
 def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = True) -> dist.Work | None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_dsa.checks import check_bool, check_device, check_floating, check_integer, check_positive
+from mcore_dsa.checks import check_bool, check_device, check_floating, check_integer, check_positive, kind_of
 from mcore_dsa.collectives import Group, group_rank, group_size
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.functions import compress_keys
 from mcore_dsa.kpool import PoolLayout, expand_selection
 from mcore_dsa.rows import RowPartition
 from mcore_dsa.sharded import select_pools_sharded
+
+# Rows of a mask that are looked at together.
+_MASK_ROWS = 256
 
 
 @uncompiled
@@ -27,7 +30,7 @@ def fused_qk_topk_kpool(
     pool_size: int,
     gate_score: Tensor,
     ape: Tensor,
-    mask: None = None,
+    mask: Tensor | None = None,
     varlen_starts: Tensor | None = None,
     varlen_ends: Tensor | None = None,
     key_positions: Tensor | None = None,
@@ -50,8 +53,10 @@ def fused_qk_topk_kpool(
         weights: floating `[s, b, heads]`, already times `heads**-0.5 * dim**-0.5`.
         index_topk: tokens to select, a multiple of `pool_size`.
         ape: floating `[pool_size, dim]`.
-        mask, fp8_indexer: None and False; any other is refused.
-        varlen_starts, varlen_ends: integer `[s]`, both or none. cu_seqlens_kv: integer `[documents + 1]`.
+        mask: None, or in a call without bounds the causal one, `[s, s_k]`, `[b, s, s_k]` or `[b, 1, s, s_k]`: bool, as
+            Megatron's True where a row does not see, or floating, 0 and -inf. fp8_indexer: False.
+        varlen_starts, varlen_ends: integer `[s]`, both or none. cu_seqlens_kv: integer `[documents + 1]`; rows whose
+            bounds begin behind the last document select nothing.
         key_positions: None or 0 ... s_k-1.
         query_shard_group: ranks that share the rows, each scoring its contiguous shard; None: every row here.
 
@@ -61,7 +66,8 @@ def fused_qk_topk_kpool(
     Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it.
     """
     check_bool(use_relu=use_relu, always_select_tail=always_select_tail, fp8_indexer=fp8_indexer)
-    _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, mask, key_positions, cu_seqlens_kv, fp8_indexer)
+    _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, key_positions, cu_seqlens_kv, fp8_indexer)
+    _check_mask(mask, k, bounded=not (varlen_starts is varlen_ends is cu_seqlens_kv is None))
     layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
     pool_key = compress_keys(k, gate_score, ape, layout)
     (own,) = RowPartition.contiguous(q.shape[0], group_size(query_shard_group)).slices(group_rank(query_shard_group))
@@ -111,15 +117,37 @@ def _layout_of_bounds(
             segment_start = segment_end = torch.zeros(1, dtype=torch.int64, device=device)
         bounds = (segment_start.expand(batch, -1), segment_end.expand(batch, -1))
         layout = PoolLayout.from_segments(*bounds, num_tokens=tokens, pool_size=pool_size)
-    position = torch.where(seeing, ends - 1, -1)
     if cu_seqlens is not None:
+        seeing &= starts < cu_seqlens[-1]
         document = torch.searchsorted(cu_seqlens.long(), starts, right=True) - 1
         fits = (cu_seqlens[document] == starts) & (ends <= cu_seqlens[(document + 1).clamp(max=len(cu_seqlens) - 1)])
         if not bool((fits | ~seeing).all()):
             raise ValueError(
                 "varlen bounds are not documents of cu_seqlens_kv; accepted are rows inside one, from its start"
             )
-    return layout, position
+    return layout, torch.where(seeing, ends - 1, -1)
+
+
+def _check_mask(mask: object, key_TBD: Tensor, *, bounded: bool) -> None:
+    """Refuse every mask but the causal one; compared `_MASK_ROWS` rows at a time."""
+    if mask is None:
+        return
+    accepted = "accepted are None and in a call without bounds the causal one"
+    if bounded or not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ValueError(f"mask is {kind_of(mask)}{' beside bounds' * bounded}; {accepted}, bool or floating")
+    tokens, batch, _ = key_TBD.shape
+    shapes = [(tokens, tokens), *((samples, tokens, tokens) for samples in (1, batch))]
+    shapes += [(samples, 1, tokens, tokens) for samples in (1, batch)]
+    if tuple(mask.shape) not in shapes:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; {accepted}, of {tokens} rows and keys, {batch} samples")
+    check_device(key_TBD.device, mask=mask)
+    key_T = torch.arange(tokens, device=mask.device)
+    for start in range(0, tokens, _MASK_ROWS):
+        rows = mask[..., start : start + _MASK_ROWS, :]
+        hidden = key_T > key_T[start : start + _MASK_ROWS].unsqueeze(1)
+        causal = hidden if mask.dtype == torch.bool else torch.zeros_like(rows).masked_fill_(hidden, -torch.inf)
+        if not bool((rows == causal).all()):
+            raise ValueError(f"mask is not causal in rows {start} ... {start + rows.shape[-2] - 1}; {accepted}")
 
 
 def _check_fused(
@@ -130,13 +158,10 @@ def _check_fused(
     pool_size: int,
     gate_score: Tensor,
     ape: Tensor,
-    mask: object,
     key_positions: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     fp8_indexer: bool,
 ) -> None:
-    if mask is not None:
-        raise ValueError(f"mask is a {type(mask).__name__}; accepted is None: say who sees what with varlen bounds")
     if fp8_indexer:
         raise ValueError("fp8_indexer is True; accepted is False: scores are fp32")
     check_positive("pool_size", pool_size)

@@ -41,6 +41,12 @@ class SelectionPlan:
     key_order_T: Tensor | None = None
 
     @cached_property
+    def key_token_T(self) -> Tensor:
+        """int64, the inverse of `key_order_T`: which token each of the gathered keys is of."""
+        assert self.key_order_T is not None
+        return self.key_order_T.argsort()
+
+    @cached_property
     def own(self) -> RowBounds:
         """The bounds of the rows this rank selects for, slice after slice."""
         if self.partition.is_replicated:
@@ -72,7 +78,7 @@ class SelectionPlan:
         check_positive("cp_size", cp_size)
         layout = PoolLayout.dense(rows * cp_size, pool_size=pool_size, batch=batch, device=device)
         lengths = [rows * cp_size]
-        return cls._of(layout, lengths, budget, partition, (tp_rank, tp_size), (cp_rank, cp_size))
+        return cls._of(layout, lengths, lengths, budget, partition, (tp_rank, tp_size), (cp_rank, cp_size))
 
     @classmethod
     def packed(
@@ -111,13 +117,19 @@ class SelectionPlan:
             raise ValueError("cu_seqlens has a document longer than in cu_seqlens_padded; accepted is at most as long")
         segments = torch.tensor([places[:-1], ends], device=cu_seqlens.device).unsqueeze(1)
         layout = PoolLayout.from_segments(*segments, num_tokens=places[-1], pool_size=pool_size)
-        return cls._of(layout, lengths, budget, partition, (tp_rank, tp_size), (cp_rank, cp_size))
+        # Padding scores nothing, as a document does that sees no more pools than the budget.
+        idle = (budget + 1) * pool_size - 1
+        work = []
+        for start, end, stop in zip(places, ends, places[1:], strict=False):
+            work += [end - start, *[idle] * ((stop - end) // idle), (stop - end) % idle]
+        return cls._of(layout, lengths, work, budget, partition, (tp_rank, tp_size), (cp_rank, cp_size))
 
     @classmethod
     def _of(
         cls,
         layout: PoolLayout,
         lengths: Sequence[int],
+        work: Sequence[int],
         budget: int,
         partition: Partition,
         tp: tuple[int, int],
@@ -133,7 +145,7 @@ class SelectionPlan:
                 "partition is 'balanced' under context parallelism; accepted are the others, zigzag is even there"
             )
         rows = layout.num_tokens // cp_size
-        owned = partition_rows(partition, rows, tp_size, lengths, pool_size=layout.pool_size, budget=budget)
+        owned = partition_rows(partition, rows, tp_size, work, pool_size=layout.pool_size, budget=budget)
         if cp_size == 1:
             position_S, order = torch.arange(rows, device=layout.device), None
         else:

@@ -22,9 +22,13 @@ SCORE_BYTES_VARIABLE = "MCORE_DSA_SCORE_BYTES"
 ATTEND_BYTES_VARIABLE = "MCORE_DSA_ATTEND_BYTES"
 OVERLAP_VARIABLE = "MCORE_DSA_OVERLAP"
 KERNELS_VARIABLE = "MCORE_DSA_KERNELS"
+STORE_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE"
+STORE_BYTES_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE_BYTES"
 
 DEFAULT_SCORE_BYTES = 256 * 2**20
 DEFAULT_ATTEND_BYTES = 256 * 2**20
+# Eleven layers of 524,288 rows over 8 ranks at a budget of 512 take 1.4 GiB, times the micro-batches in flight.
+DEFAULT_STORE_BYTES = 8 * 2**30
 
 _PARTITION_WORDS: dict[str, Partition] = {
     **dict.fromkeys(("0", "false"), "off"),
@@ -71,6 +75,8 @@ class Settings:
         attend_bytes: bytes that either pass of the sparse attention may take beyond what its caller holds.
         overlap: gather the selections of finished rows while the next are scored.
         kernels: which implementation compresses, selects and attends.
+        store: keep what a forward selected for its recomputation.
+        store_bytes: bytes that kept selections of one rank may take; where they could take more, none is kept.
     """
 
     partition: Setting[Partition]
@@ -78,6 +84,8 @@ class Settings:
     attend_bytes: Setting[int]
     overlap: Setting[bool]
     kernels: Setting[Kernels]
+    store: Setting[bool]
+    store_bytes: Setting[int]
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -113,6 +121,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_ATTEND_BYTES),
         overlap=_read(environ, OVERLAP_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
         kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, " and ".join(_KERNELS_WORDS), "auto"),
+        store=_read(environ, STORE_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
+        store_bytes=_read(environ, STORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_STORE_BYTES),
     )
 
 

@@ -67,6 +67,7 @@ class Scored:
     Attributes:
         backend: what compresses, scores and takes.
         group: the query-shard group.
+        context_group: ranks that hold other keys of the sequence, under context parallelism.
         score_bytes: bytes of scores and scratch in flight at most.
         use_relu: whether scores are sums of rectified products.
         counters: where to add up what was done.
@@ -74,6 +75,7 @@ class Scored:
 
     backend: Backend
     group: Group
+    context_group: Group
     score_bytes: int
     use_relu: bool
     counters: SelectionCounters
@@ -82,8 +84,11 @@ class Scored:
     def own_rows(self, request: SelectionRequest) -> Tensor:
         plan = request.plan
         q_LBHD, weights_LBH, key_LBD, gate_LBD, ape_JD = request.project()
-        key_TBD, gate_TBD = gather_rows(torch.cat([key_LBD, gate_LBD], dim=-1), self.group).chunk(2, dim=-1)
-        del key_LBD, gate_LBD
+        keys_TBX = gather_rows(torch.cat([key_LBD, gate_LBD], dim=-1), self.group)
+        if plan.key_order_T is not None:
+            keys_TBX = gather_rows(keys_TBX, self.context_group).index_select(0, plan.key_order_T)
+        key_TBD, gate_TBD = keys_TBX.chunk(2, dim=-1)
+        del key_LBD, gate_LBD, keys_TBX
         q_OBHD, weights_OBH = exchange_rows([q_LBHD, weights_LBH], plan.partition, self.group)
         del q_LBHD, weights_LBH
         pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)

@@ -5,12 +5,19 @@ Importing this package does not import Megatron: that happens in `apply`.
 
 import importlib
 
-from mcore_dsa.patches import checkpoint, cpu, recompute, rotary, without_te
+from mcore_dsa.patches import carrier, checkpoint, cpu, recompute, rotary, without_te
 from mcore_dsa.patches.registry import MissingSymbolError, Outcome, Patch, PatchReport, apply_patches
 
 __all__ = ["PATCHES", "MissingSymbolError", "Outcome", "Patch", "PatchReport", "apply", "apply_patches"]
 
-PATCHES = (*cpu.PATCHES, *recompute.PATCHES, *rotary.PATCHES, *checkpoint.PATCHES, *without_te.PATCHES)
+PATCHES = (
+    *cpu.PATCHES,
+    *recompute.PATCHES,
+    *carrier.PATCHES,
+    *rotary.PATCHES,
+    *checkpoint.PATCHES,
+    *without_te.PATCHES,
+)
 
 # On megatron.core and not in this module, so that reloading this module cannot apply the patches a second time.
 MARKER = "__mcore_dsa_patches__"

@@ -1,12 +1,19 @@
-"""Rotary tables under context parallelism: fails for NoPE on every device, and for any width without CUDA."""
+"""Rotary tables under context parallelism, for packs and of width 0.
 
+Fails for NoPE under context parallelism on every device, and for any width without CUDA; costs a NoPE pack a host
+synchronisation or more a document and layer; ends a pack without `max_seqlen` in a TypeError about None.
+"""
+
+import functools
 import importlib
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from mcore_dsa.patches.registry import Patch
 
+ABSORBED_MLA = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
 EMBEDDINGS = "megatron.core.models.common.embeddings"
 NAME = "get_pos_emb_on_this_cp_rank"
 # Every module that holds the function under its own name.
@@ -54,7 +61,47 @@ def _install() -> None:
         setattr(importlib.import_module(holder), NAME, rows_of_cp_rank)
 
 
+def _install_early_return() -> None:
+    absorbed_mla = importlib.import_module(ABSORBED_MLA)
+    apply = absorbed_mla.apply_rotary_pos_emb
+
+    @functools.wraps(apply)
+    def apply_rotary_pos_emb(t: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        rotated: torch.Tensor = apply(t, *arguments, **keywords) if t.shape[-1] else t
+        return rotated
+
+    vars(absorbed_mla).update(apply_rotary_pos_emb=apply_rotary_pos_emb)
+
+
+def _install_refusal() -> None:
+    rotary = importlib.import_module(HOLDERS[1]).RotaryEmbedding
+    of_length = rotary.get_rotary_seq_len
+
+    @functools.wraps(of_length)
+    def get_rotary_seq_len(*arguments: Any, **keywords: Any) -> int:
+        packed = inspect.signature(of_length).bind(*arguments, **keywords).arguments.get("packed_seq_params")
+        for name in ("max_seqlen_q", "max_seqlen_kv") if packed is not None else ():
+            if getattr(packed, name) is None:
+                raise ValueError(f"packed_seq_params.{name} is None; accepted is the longest document's length")
+        length: int = of_length(*arguments, **keywords)
+        return length
+
+    rotary.get_rotary_seq_len = get_rotary_seq_len
+
+
 PATCHES = (
+    Patch(
+        "absorbed_mla.apply_rotary_pos_emb",
+        (f"{ABSORBED_MLA}:apply_rotary_pos_emb",),
+        "splits the rows of a pack by its lengths, which it brings to the host, to rotate no channel",
+        _install_early_return,
+    ),
+    Patch(
+        "RotaryEmbedding.get_rotary_seq_len",
+        (f"{HOLDERS[1]}:RotaryEmbedding.get_rotary_seq_len",),
+        "compares the max_seqlen of a pack, and where there is none None",
+        _install_refusal,
+    ),
     Patch(
         NAME,
         tuple(f"{holder}:{NAME}" for holder in HOLDERS),

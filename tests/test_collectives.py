@@ -194,10 +194,10 @@ def test_what_is_no_group_is_refused(group: Any) -> None:
 def one_rank_says() -> list[bool]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     cpu = torch.device("cpu")
-    return [any_rank(rank == speaker, dist.group.WORLD, cpu) for speaker in (0, ranks - 1, ranks)]
+    return any_rank([rank == speaker for speaker in (0, ranks - 1, ranks)], [dist.group.WORLD], cpu)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_one_rank_says_all_hear(size: int) -> None:
     assert run_ranks(one_rank_says, size) == [[True, True, False]] * size
-    assert [any_rank(said, None, torch.device("cpu")) for said in (True, False)] == [True, False]
+    assert any_rank([True, False], [], torch.device("cpu")) == [True, False]

@@ -233,6 +233,43 @@ def test_rows_that_see_nothing() -> None:
     assert fused_qk_topk_kpool(**empty, index_topk=8, pool_size=4)[1].shape == (2, 0, 11)
 
 
+@given(st.integers(0, 20), st.integers(1, 3), st.booleans())
+@settings(deadline=None)
+def test_rows_behind_the_last_document_select_nothing(behind: int, pool_size: int, bounds: bool) -> None:
+    """With the bounds that Megatron gives them: from the end of the documents to the row itself."""
+    tokens = 9 + behind
+    call, boundary = inputs(tokens, pool_size), torch.tensor([0, 4, 9])
+    row = torch.arange(tokens)
+    starts = boundary[torch.searchsorted(boundary[1:], row, right=True)]
+    way = {"varlen_starts": starts, "varlen_ends": row + 1} if bounds else {}
+    found = fused_qk_topk_kpool(**call, index_topk=pool_size, pool_size=pool_size, cu_seqlens_kv=boundary, **way)[1]
+    alone = {name: x[:9] if name != "ape" else x for name, x in call.items()}
+    expected = fused_qk_topk_kpool(**alone, index_topk=pool_size, pool_size=pool_size, cu_seqlens_kv=boundary)[1]
+    assert torch.equal(found[:, :9], expected)
+    assert bool((found[:, 9:] == -1).all())
+
+
+def causal_masks(tokens: int, batch: int) -> list[Tensor]:
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    added = torch.zeros(tokens, tokens).masked_fill_(hidden, -torch.inf)
+    masks = [hidden, added, added.bfloat16()]
+    return masks + [mask.expand(batch, *mask.shape) for mask in masks] + [mask.expand(1, 1, -1, -1) for mask in masks]
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 600])
+def test_the_causal_mask_is_taken_and_every_other_is_refused(tokens: int) -> None:
+    call = {**inputs(tokens, 4, batch=2), "index_topk": 8, "pool_size": 4}
+    expected = fused_qk_topk_kpool(**call)[1]
+    for mask in causal_masks(tokens, 2):
+        assert torch.equal(fused_qk_topk_kpool(**call, mask=mask)[1], expected)
+        for row, key in {(0, tokens - 1), (tokens - 1, 0), (tokens - 1, tokens - 1)}:
+            other = mask.clone()
+            seen = key <= row
+            other[..., row, key] = seen if mask.dtype == torch.bool else (-torch.inf if seen else 0)
+            with pytest.raises(ValueError, match="mask is not causal in rows"):
+                fused_qk_topk_kpool(**call, mask=other)
+
+
 def test_key_positions_that_say_nothing_new_are_taken() -> None:
     call = inputs(12, 4)
     expected = fused_qk_topk_kpool(**call, index_topk=4, pool_size=4)[1]
@@ -288,6 +325,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("pool_size", {"pool_size": True, "ape": torch.zeros(1, 3)}),
     ("mask", {"mask": torch.zeros(20, 20, dtype=torch.bool)}),
     ("mask", {"mask": "causal"}),
+    ("mask", {"mask": torch.zeros(20, 20, dtype=torch.int64).triu(1)}),
+    ("mask", {"mask": causal_masks(20, 2)[0][:19]}),
+    ("mask", {"mask": causal_masks(20, 3)[3]}),
+    ("mask", {"mask": causal_masks(20, 2)[0].to("meta")}),
+    ("mask", {"mask": causal_masks(20, 2)[0], **BOUNDS}),
+    ("mask", {"mask": causal_masks(20, 2)[0], "cu_seqlens_kv": torch.tensor([0, 20])}),
     ("fp8_indexer", {"fp8_indexer": True}),
     ("key_positions", {"key_positions": ROWS.flip(0)}),
     ("key_positions", {"key_positions": ROWS[:19]}),

@@ -18,7 +18,7 @@ from models import BATCH, OFF, ON, POOL, ROWS, TOPK, attentions, config, gpt, to
 
 from mcore_dsa.agreement import SelectionContract
 from mcore_dsa.backends.torch import TorchBackend
-from mcore_dsa.megatron import KPoolDSATransformerConfig, attention
+from mcore_dsa.megatron import KPoolDSATransformerConfig, batch
 from mcore_dsa.settings import OVERLAP_VARIABLE, PARTITION_VARIABLE
 
 TIMEOUT_S = 45.0
@@ -101,7 +101,10 @@ def test_weights_that_are_loaded_anew_are_agreed_anew() -> None:
 
 # Fields that attention and indexer read and that no rank could read differently without an error, or reach no result.
 ELSEWHERE = {
-    "context_parallel_size": "refused unless 1",
+    "context_parallel_size": "whether there is a group to agree over",
+    "num_layers": "bounds what is kept for a recompute; where one rank has nothing kept, all select again",
+    "pipeline_model_parallel_size": "likewise",
+    "virtual_pipeline_model_parallel_size": "likewise",
     "perform_initialization": "how weights begin; their digest is agreed",
     "init_method": "how weights begin; their digest is agreed",
 }
@@ -123,8 +126,8 @@ def fields_read() -> set[str]:
         return original(self, name)
 
     KPoolDSATransformerConfig.__getattribute__ = recording
-    ids = tokens()
-    gpt(config(num_layers=1))(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
+    ids, full = tokens(), {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gpt(config(num_layers=1, **full))(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
     return read
 
 
@@ -221,7 +224,7 @@ def test_three_threads_run_one_module() -> None:
 
 def evaluated_then_trained() -> bool:
     """Evaluation in inference mode first, of sizes that no step had before, then a training step of the same."""
-    attention._dense_plan.cache_clear()
+    batch._dense_plan.cache_clear()
     model, ids = gpt(config(num_layers=1)), tokens()
     with torch.inference_mode():
         model(ids[:, :-1], None, None)

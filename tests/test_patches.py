@@ -20,7 +20,17 @@ ROTARY = "get_pos_emb_on_this_cp_rank"
 FRESH = "DistributedOptimizer.state_dict"
 SHARED_STEP = "DistributedOptimizer.load_state_dict"
 STEP_KEY = "DistributedOptimizer._set_main_param_and_optimizer_states"
-EVERY_DEVICE = {ROTARY, FRESH, SHARED_STEP, STEP_KEY, "absorbed_mla.TELinear", "hybrid_block.TENorm"}
+EVERY_DEVICE = {
+    ROTARY,
+    FRESH,
+    SHARED_STEP,
+    STEP_KEY,
+    "tensor_parallel.checkpoint",
+    "absorbed_mla.apply_rotary_pos_emb",
+    "RotaryEmbedding.get_rotary_seq_len",
+    "absorbed_mla.TELinear",
+    "hybrid_block.TENorm",
+}
 EPS = torch.finfo(torch.float32).eps
 
 

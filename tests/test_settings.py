@@ -158,6 +158,8 @@ def test_description_is_plain_text() -> None:
         "with a unit: B, KiB, MiB or GiB",
         "MCORE_DSA_OVERLAP": "True",
         "MCORE_DSA_KERNELS": "auto",
+        "MCORE_DSA_RECOMPUTE_STORE": "True",
+        "MCORE_DSA_RECOMPUTE_STORE_BYTES": "8589934592",
     }
     assert read_settings({}).describe()["SKYRL_DSA_INDEXER_TP_SHARD"] == "off"
 

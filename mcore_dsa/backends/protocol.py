@@ -44,6 +44,21 @@ class Kept:
     restore: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class LatentShards:
+    """Latents of which each rank holds some: backward keeps this rank's own, and gets the others anew.
+
+    Attributes:
+        gather: from the own latents `[l, b, c]` those of all tokens `[t, b, c]`, bit for bit each time.
+        reduce: from this rank's part of the gradient of all, `[t, b, c]`, the sum over ranks for its own latents.
+
+    All ranks of the group enter both together.
+    """
+
+    gather: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor]
+
+
 class Backend(Protocol):
     """Compression, selection and attention, what they take, and what tells their bits apart."""
 
@@ -81,8 +96,13 @@ class Backend(Protocol):
         always_select_tail: bool,
         attend_bytes: int,
         kept: Kept | None = None,
+        shards: LatentShards | None = None,
     ) -> Tensor:
-        """As `mcore_dsa.sparse_attention`; with `kept`, backward holds that in place of `selection_BSK`."""
+        """As `mcore_dsa.sparse_attention`; with `kept`, backward holds that in place of `selection_BSK`.
+
+        With `shards`, `kv_TBC` are this rank's own latents; those of all tokens are held while a pass runs, beyond
+        `attend_bytes`.
+        """
 
     def fingerprint(self, device: torch.device, heads: int, dim: int) -> str:
         """Digest of the bits of compression and scores; ranks whose bits agree, and only those, give the same.

@@ -1,4 +1,4 @@
-"""One module's part in the agreement of its tensor-parallel group, before its first selection and after each change."""
+"""One module's part in the agreement of all ranks that it meets, before its first selection and after each change."""
 
 from __future__ import annotations
 
@@ -29,72 +29,82 @@ class Agreement:
         self,
         config: KPoolDSATransformerConfig,
         settings: Settings,
+        tp_group: torch.distributed.ProcessGroup,
+        cp_group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        self._config, self._settings, self._tp_group = config, settings, tp_group
+        self._groups = [tp_group] if cp_group is None else [tp_group, cp_group]
+        self._agreed: Hashable = None
+
+    def hold(
+        self,
+        query_SBHC: Tensor,
         backend: Backend,
         indexer: KPoolDSAIndexer,
         softmax_scale: float | None,
-        tp_group: torch.distributed.ProcessGroup,
-    ) -> None:
-        self._config, self._settings, self._backend, self._indexer = config, settings, backend, indexer
-        self._softmax_scale, self._tp_group = softmax_scale, tp_group
-        self._agreed: Hashable = None
-
-    def hold(self, query: Tensor) -> None:
+        *,
+        lacks: bool,
+    ) -> bool:
         """Agree, if on any rank something changed since the last time; every forward asks every rank.
 
         What only one rank knows (another number of threads, weights loaded anew, an indexer that learns) must not leave
         the others waiting in a later collective.
 
         Args:
-            query: `[s, b, heads / TP, kv_lora_rank]`, what the module is to attend with.
+            query_SBHC, backend, indexer, softmax_scale: what the module is to select and attend with.
+            lacks: whether this rank has no selection for this call yet.
+
+        Returns: whether any rank has none.
 
         Raises: ValueError on every rank, with what differs and what is wrong on any of them.
         """
         weights = (
             (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.requires_grad)
-            for parameter in self._indexer.parameters()
+            for parameter in indexer.parameters()
         )
-        now = (self._backend.numerics(query.device), *weights)
-        if not any_rank(now != self._agreed, self._tp_group, query.device):
-            return
-        faults = [*self._settings.faults, *self._budget_faults(query)]
-        learning = [name for name, parameter in self._indexer.named_parameters() if parameter.requires_grad]
-        if learning:
-            faults.append(f"requires_grad is True on the indexer's {', '.join(learning)}; accepted is False, frozen")
-        heads, dim = self._indexer.heads, self._indexer.head_dim
-        try:
-            bits = self._backend.fingerprint(query.device, heads, dim)
-        except RuntimeError as error:
-            bits = "unusable"
-            faults.append(str(error))
-        agree(self._contract(bits).describe(), faults, self._tp_group)
-        self._agreed = now
-        self._tell()
+        now = (backend, backend.numerics(query_SBHC.device), softmax_scale, *weights)
+        changed, any_lacks = any_rank([now != self._agreed, lacks], self._groups, query_SBHC.device)
+        if changed:
+            faults, told = [*self._settings.faults, *_learning(indexer)], {}
+            try:
+                faults += self._budget_faults(query_SBHC, backend, indexer)
+                bits = backend.fingerprint(query_SBHC.device, indexer.heads, indexer.head_dim)
+                told = self._contract(backend, bits, indexer, softmax_scale).describe()
+            # Whatever it is: the others wait in the next line, and have to hear of it.
+            except Exception as error:
+                faults.append(str(error) or type(error).__name__)
+            agree(told, faults, *self._groups)
+            self._agreed = now
+            self._tell(backend)
+        return any_lacks
 
-    def _contract(self, bits: str) -> SelectionContract:
+    def _contract(
+        self, backend: Backend, bits: str, indexer: KPoolDSAIndexer, softmax_scale: float | None
+    ) -> SelectionContract:
         named = {field.name for field in fields(SelectionContract)} & {field.name for field in fields(self._config)}
         of_config = {name: getattr(self._config, name) for name in named}
         of_module = {
             "settings": self._settings,
             "versions": f"mcore_dsa {__version__}, torch {torch.__version__}, Megatron {megatron.core.__version__}",
-            "softmax_scale": self._softmax_scale,
-            "backend": f"{self._backend.name}, {bits}",
-            "weights": weights_digest(self._indexer.named_parameters()),
+            "softmax_scale": softmax_scale,
+            "backend": f"{backend.name}, {bits}",
+            "weights": weights_digest(indexer.named_parameters()),
         }
         return SelectionContract(**{**of_config, **of_module})
 
-    def _budget_faults(self, query: Tensor) -> list[str]:
-        config, (_, batch, heads, channels) = self._config, query.shape
+    def _budget_faults(self, query_SBHC: Tensor, backend: Backend, indexer: KPoolDSAIndexer) -> list[str]:
+        config, (_, batch, heads, channels) = self._config, query_SBHC.shape
         pool_size = cast(int, config.dsa_indexer_kpool)
         tail = pool_size - 1 if config.dsa_indexer_kpool_always_select_tail else 0
         least = {
-            SCORE_BYTES_VARIABLE: self._backend.smallest_score_bytes(
-                query.device, self._indexer.heads, self._indexer.head_dim, config.dsa_indexer_pool_budget
+            SCORE_BYTES_VARIABLE: backend.smallest_score_bytes(
+                query_SBHC.device, indexer.heads, indexer.head_dim, config.dsa_indexer_pool_budget
             ),
-            ATTEND_BYTES_VARIABLE: self._backend.smallest_attend_bytes(
+            ATTEND_BYTES_VARIABLE: backend.smallest_attend_bytes(
                 batch=batch,
                 heads=heads,
                 channels=channels,
-                dtype=query.dtype,
+                dtype=query_SBHC.dtype,
                 slots=config.dsa_indexer_pool_budget * pool_size + tail,
             ),
         }
@@ -104,7 +114,7 @@ class Agreement:
             if setting.value < least[setting.name]
         ]
 
-    def _tell(self) -> None:
+    def _tell(self, backend: Backend) -> None:
         """Log what runs, once for the run, and where another tensor-parallel group runs with other settings."""
         settings = self._settings.describe()
         number = newly_agreed(settings, self._tp_group)
@@ -127,4 +137,9 @@ class Agreement:
             done = f"each rank scores its {partition.value} shard of the rows"
         ranks = torch.distributed.get_process_group_ranks(self._tp_group)
         _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
-        _log.info("k-pool DSA computes with %s (%s)", self._backend.name, kernels.reason)
+        _log.info("k-pool DSA computes with %s (%s)", backend.name, kernels.reason)
+
+
+def _learning(indexer: KPoolDSAIndexer) -> list[str]:
+    names = [name for name, parameter in indexer.named_parameters() if parameter.requires_grad]
+    return [f"requires_grad is True on the indexer's {', '.join(names)}; accepted is False, frozen"] if names else []

@@ -5,36 +5,27 @@ Letters of shapes: `mcore_dsa/__init__.py`.
 
 from __future__ import annotations
 
-import functools
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mcore_dsa.backends import Kept, SelectionCounters, resolve
-from mcore_dsa.collectives import gather_selection
+from mcore_dsa.backends import Kept, LatentShards, SelectionCounters, resolve
+from mcore_dsa.collectives import gather_rows, reduce_rows
+from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
+from mcore_dsa.megatron.batch import Batch, plan_of
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.settings import read_settings
 from mcore_dsa.sharded import gather_of
 from mcore_dsa.source import Scored, SelectionRequest, SelectionSource
-
-
-@functools.lru_cache(maxsize=4)
-def _dense_plan(rows: int, **sizes: Any) -> SelectionPlan:
-    """A function of sizes alone, for which every layer of a micro-batch asks; one of 524,288 rows holds 25 MB.
-
-    Training, evaluation and a ragged last batch of each find theirs again. Built outside inference mode: its tensors
-    could else not be saved for the backward pass of a training step that comes after.
-    """
-    with torch.inference_mode(False):
-        return SelectionPlan.dense(rows, **sizes)
 
 
 class KPoolDSAttention(MegatronModule):
@@ -44,13 +35,14 @@ class KPoolDSAttention(MegatronModule):
         settings: what the environment asked for when the module was built.
         source: where the selections of this rank's rows come from.
         counters: rows and pairs this rank scored.
+        recomputed: recomputations that found their first pass's selection, and those that selected again.
         indexer_seconds: host seconds spent in projections, exchange and selection.
 
     Building has no side effects (Megatron builds a core attention twice a layer and drops the first): the first forward
     of a module agrees its contract over the TP group, and so does a later one if on any rank something in it changed.
 
-    Raises: ValueError for a setting that cannot be read (at TP 1 while building, else in the first forward on every
-    rank), for context parallelism, and for a mask that is not causal.
+    Raises: ValueError for a setting that cannot be read (in one rank alone while building, else in the first forward on
+    every rank), and for a mask that is not causal.
     """
 
     def __init__(
@@ -71,14 +63,13 @@ class KPoolDSAttention(MegatronModule):
         if attention_type != "self":
             raise ValueError(f"attention_type is {attention_type!r}; accepted is 'self'")
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
-        if config.context_parallel_size > 1:
-            raise ValueError(f"context_parallel_size is {config.context_parallel_size}; accepted is 1")
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.tp_group = groups.tp
+        self.cp_group = groups.cp if config.context_parallel_size > 1 else None
         self.settings = read_settings()
-        if self.tp_group.size() == 1:
+        if self.tp_group.size() == 1 and self.cp_group is None:
             self.settings.raise_faults()
         self.backend = resolve(self.settings.kernels.value)
         self.indexer = KPoolDSAIndexer(config, self.tp_group)
@@ -86,12 +77,14 @@ class KPoolDSAttention(MegatronModule):
         self.source: SelectionSource = Scored(
             backend=self.backend,
             group=self.tp_group,
+            context_group=self.cp_group,
             score_bytes=self.settings.score_bytes.value,
             use_relu=config.dsa_indexer_scoring_relu,
             counters=self.counters,
         )
+        self.recomputed = {"found": 0, "selected again": 0}
         self.indexer_seconds = 0.0
-        self._agreement = Agreement(config, self.settings, self.backend, self.indexer, softmax_scale, self.tp_group)
+        self._agreement = Agreement(config, self.settings, self.tp_group, self.cp_group)
 
     def forward(
         self,
@@ -105,84 +98,127 @@ class KPoolDSAttention(MegatronModule):
         up_v_weight: Tensor | None = None,
         position_ids: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Attend every row of this rank's heads to the tokens that the indexer selects for it.
 
-        Args:
-            query: `[s, b, heads / TP, kv_lora_rank]`, K up-projection absorbed.
-            key: `[s, b, 1, kv_lora_rank]`, the latents, also the values.
-            attention_mask: not read, as everywhere in Megatron under a causal `attn_mask_type`.
-            x: `[s / TP, b, hidden]`, qr: `[s / TP, b, q_lora_rank]`, this rank's own rows.
-            up_v_weight: not read; Megatron applies the V up-projection to what is returned.
+        Rows are those of this context-parallel rank: halves c and `2 * CP - 1 - c` of every document.
 
-        Returns: `[s, b, heads / TP * kv_lora_rank]`.
+        Args:
+            query: `[s, b, heads / TP, kv_lora_rank]`, packed `[t, heads / TP, kv_lora_rank]`, K up-projection absorbed.
+            key: `[s, b, 1, kv_lora_rank]`, packed `[t, 1, kv_lora_rank]`, the latents, also the values.
+            attention_mask: not read, as everywhere in Megatron under a causal `attn_mask_type`.
+            x: `[s / TP, b, hidden]`, packed with b = 1; qr: `[s / TP, b, q_lora_rank]`, packed `[t / TP, q_lora_rank]`:
+                this rank's own rows.
+            up_v_weight: not read; Megatron applies the V up-projection to what is returned.
+            packed_seq_params: documents of a packed sample, of whose rows beyond their own lengths nothing is read.
+
+        Returns: `[s, b, heads / TP * kv_lora_rank]`, packed with b = 1.
+
+        Raises: ValueError for what is called otherwise, and for documents that do not fit the rows.
         """
-        self._check_call(query, key, value, attn_mask_type, position_ids, packed_seq_params)
-        self._agreement.hold(query)
-        plan = _dense_plan(
-            query.shape[0],
-            batch=query.shape[1],
-            pool_size=self.config.dsa_indexer_kpool,
-            budget=self.config.dsa_indexer_pool_budget,
-            partition=self.settings.partition.value,
-            tp_rank=self.tp_group.rank(),
-            tp_size=self.tp_group.size(),
-            device=query.device,
-        )
+        self._check_call(value, attn_mask_type, position_ids, packed_seq_params)
+        batch = Batch.of(query, key, x, qr, packed=packed_seq_params is not None, tp_size=self.tp_group.size())
+        plan = plan_of(batch.query_SBHC, packed_seq_params, **self._plan_sizes())
         started = time.perf_counter()
-        selection_BSK, kept = self._select(x, qr, plan)
+        selection_BSK, kept = self._select(batch, plan)
         self.indexer_seconds += time.perf_counter() - started
-        assert self.softmax_scale is not None
         context_SBHC = self.backend.attend(
-            query,
-            key.squeeze(2).contiguous(),
+            batch.query_SBHC,
+            batch.latent_SBC,
             selection_BSK,
             plan.layout,
             plan.bounds,
-            softmax_scale=self.softmax_scale,
-            always_select_tail=self.config.dsa_indexer_kpool_always_select_tail,
+            softmax_scale=cast(float, self.softmax_scale),
+            always_select_tail=cast(bool, self.config.dsa_indexer_kpool_always_select_tail),
             attend_bytes=self.settings.attend_bytes.value,
             kept=kept,
+            shards=self._latent_shards(plan),
         )
         return context_SBHC.flatten(2)
 
     @torch.no_grad()
-    def _select(self, x_LBE: Tensor, qr_LBQ: Tensor, plan: SelectionPlan) -> tuple[Tensor, Kept]:
+    def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept]:
         """int32 `[b, s, budget]`, the selection of every row, and what backward keeps of it."""
-        group, budget = self.tp_group, self.config.dsa_indexer_pool_budget
-        gather = gather_of(plan, group, budget=budget, overlap=self.settings.overlap.value)
-        selection_BOK = self.source.own_rows(
-            SelectionRequest(
-                self.layer_number, plan, budget, lambda: self.indexer(x_LBE.detach(), qr_LBQ.detach()), gather
-            )
+        budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
+        place = self._place(plan)
+        kept_BOK = None if place is None else place.take((plan.layout.batch, plan.own.rows, budget))
+        # Of all ranks, for in what follows they meet: one that has nothing kept needs the keys of the others.
+        select = self._agreement.hold(
+            batch.query_SBHC, self.backend, self.indexer, self.softmax_scale, lacks=kept_BOK is None
         )
-        kept = Kept(selection_BOK, lambda own_BOK: gather_selection(own_BOK, plan.partition, group))
-        return gather.finish(selection_BOK), kept
+        if place is not None and place.carrier.again:
+            self.recomputed["selected again" if select else "found"] += 1
+        gather = gather_of(plan, self.tp_group, budget=budget, overlap=overlap)
+        if select:
+            kept_BOK = self.source.own_rows(
+                SelectionRequest(
+                    self.layer_number,
+                    plan,
+                    budget,
+                    lambda: self.indexer(batch.x_LBE.detach(), batch.qr_LBQ.detach()),
+                    gather,
+                )
+            )
+            if place is not None and not place.carrier.again:
+                place.keep(kept_BOK)
+        assert kept_BOK is not None
+
+        def restore(own_BOK: Tensor) -> Tensor:
+            return gather_of(plan, self.tp_group, budget=budget, overlap=overlap).finish(own_BOK)
+
+        return gather.finish(kept_BOK), Kept(kept_BOK, restore)
+
+    def _place(self, plan: SelectionPlan) -> recompute.Place | None:
+        """Where this call keeps its selection for a recompute; None where there is none, or it could take too much."""
+        carrier, config = recompute.current(), self.config
+        if carrier is None or not self.settings.store.value:
+            return None
+        rows = plan.layout.batch * plan.partition.rows_per_rank
+        most = recompute.held_bytes(
+            rows * config.dsa_indexer_pool_budget * torch.int32.itemsize,
+            layers=config.num_layers,
+            stages=config.pipeline_model_parallel_size,
+            chunks=config.virtual_pipeline_model_parallel_size or 1,
+        )
+        return carrier.place(self) if most <= self.settings.store_bytes.value else None
+
+    def _plan_sizes(self) -> dict[str, Any]:
+        return {
+            "pool_size": self.config.dsa_indexer_kpool,
+            "budget": self.config.dsa_indexer_pool_budget,
+            "partition": self.settings.partition.value,
+            "tp_rank": self.tp_group.rank(),
+            "tp_size": self.tp_group.size(),
+            "cp_rank": 0 if self.cp_group is None else self.cp_group.rank(),
+            "cp_size": 1 if self.cp_group is None else self.cp_group.size(),
+        }
+
+    def _latent_shards(self, plan: SelectionPlan) -> LatentShards | None:
+        """Latents come gathered over tensor parallelism, and cut over context parallelism."""
+        group, order_T = self.cp_group, plan.key_order_T
+        if order_T is None:
+            return None
+        return LatentShards(
+            lambda latent_LBC: gather_rows(latent_LBC, group).index_select(0, order_T),
+            lambda grad_TBC: reduce_rows(grad_TBC.index_select(0, plan.key_token_T), group),
+        )
 
     def _check_call(
         self,
-        query: Tensor,
-        key: Tensor,
         value: None,
         attn_mask_type: AttnMaskType | None,
         position_ids: Tensor | None,
-        packed: Any,
+        packed: PackedSeqParams | None,
     ) -> None:
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        if mask_type != AttnMaskType.causal:
-            raise ValueError(f"attn_mask_type is {mask_type}; accepted is AttnMaskType.causal")
+        # Of a pack it says no more than the documents do; of a dense batch it would need a mask.
+        causal = mask_type == AttnMaskType.causal or (packed and mask_type == AttnMaskType.padding_causal)
+        if not causal:
+            raise ValueError(
+                f"attn_mask_type is {mask_type}; accepted are AttnMaskType.causal and of a pack padding_causal"
+            )
         if position_ids is not None:
-            raise ValueError("position_ids is given; accepted is None: rows stand at tokens 0 ... s-1")
-        if packed is not None:
-            raise ValueError("packed_seq_params is given; accepted is None: packed documents are not supported here")
-        if value is not None or query.ndim != 4:
-            raise ValueError(
-                f"query has shape {tuple(query.shape)} and value is {type(value).__name__}; accepted are "
-                "[s, b, heads, kv_lora_rank] and None, as AbsorbedMLASelfAttention passes them"
-            )
-        if key.shape != (*query.shape[:2], 1, query.shape[3]):
-            raise ValueError(
-                f"key has shape {tuple(key.shape)}; accepted is {[*query.shape[:2], 1, query.shape[3]]}, one latent "
-                "for each row of query"
-            )
+            raise ValueError("position_ids is given; accepted is None: rows stand where their documents say")
+        if value is not None:
+            raise ValueError(f"value is {type(value).__name__}; accepted is None: the latents are the values")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_dsa.backends.protocol import Kept
+from mcore_dsa.backends.protocol import Kept, LatentShards
 from mcore_dsa.backends.torch.slots import LANES, SlotClass, Slots, find_faults, round_up, slot_classes
 from mcore_dsa.kpool import PoolLayout, RowBounds, raise_if_unseen
 from mcore_dsa.precision import full_precision
@@ -40,6 +40,7 @@ def attend(
     always_select_tail: bool,
     attend_bytes: int,
     kept: Kept | None = None,
+    shards: LatentShards | None = None,
 ) -> Tensor:
     """`mcore_dsa.sparse_attention` for arguments that fit, of rows that are located."""
     budget, tail_slots = selection_BSK.shape[2], layout.pool_size - 1 if always_select_tail else 0
@@ -52,7 +53,8 @@ def attend(
             f"{layout.batch} samples with {slots} token slots (padded)"
         )
     classes = slot_classes(bounds, budget=budget, pool_size=layout.pool_size, tail_slots=tail_slots)
-    call = _Call(item, layout, classes, tail_slots, softmax_scale, attend_bytes)
+    shards = LatentShards(lambda kv: kv, lambda grad: grad) if shards is None else shards
+    call = _Call(item, layout, classes, tail_slots, softmax_scale, attend_bytes, shards)
     kept = Kept(selection_BSK, lambda selection: selection) if kept is None else kept
     out_SBHC: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
         q_SBHC, kv_TBC, selection_BSK, bounds, call, kept
@@ -126,6 +128,7 @@ class _Call:
     tail_slots: int
     softmax_scale: float
     attend_bytes: int
+    shards: LatentShards
 
     def chunks(self, group: SlotClass) -> tuple[Tensor, ...]:
         """The items of a class, as many at a time as backward, the greedier pass, can hold."""
@@ -137,8 +140,9 @@ class _Call:
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, bounds: RowBounds, call: _Call, kept: Kept
+        ctx: Any, q_SBHC: Tensor, kv_LBC: Tensor, selection_BSK: Tensor, bounds: RowBounds, call: _Call, kept: Kept
     ) -> Tensor:
+        kv_TBC = call.shards.gather(kv_LBC)
         out_SBHC = q_SBHC.new_zeros(q_SBHC.shape)
         fault_2 = find_faults(selection_BSK, bounds, call.attend_bytes)
 
@@ -155,7 +159,7 @@ class _SparseAttention(torch.autograd.Function):
         # Saved as tensors, bounds and layout too: what is changed in place before backward is then refused.
         ctx.save_for_backward(
             q_SBHC,
-            kv_TBC,
+            kv_LBC,
             kept.selection_BOK,
             call.layout.pool_token_BP,
             bounds.position_S,
@@ -169,8 +173,9 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBHC, kv_TBC, selection_BOK, _, *of_rows = ctx.saved_tensors
+        q_SBHC, kv_LBC, selection_BOK, _, *of_rows = ctx.saved_tensors
         call: _Call = ctx.call
+        kv_TBC = call.shards.gather(kv_LBC)
         bounds, selection_BSK = RowBounds(*of_rows), ctx.restore(selection_BOK)
         tokens, batch, channels = kv_TBC.shape
         q_grad_SBHC = q_SBHC.new_zeros(q_SBHC.shape) if ctx.needs_input_grad[0] else None
@@ -189,8 +194,10 @@ class _SparseAttention(torch.autograd.Function):
                 _add_in_row_order(sum_XC, chunk.slots, chunk.latent_grad())
 
         _each_chunk(call, kv_TBC, selection_BSK, bounds, work, backward=True)
-        kv_grad_TBC = None if sum_XC is None else sum_XC[:-1].unflatten(0, (tokens, batch)).to(kv_TBC.dtype)
-        return q_grad_SBHC, kv_grad_TBC, None, None, None, None
+        if sum_XC is None:
+            return q_grad_SBHC, None, None, None, None, None
+        kv_grad_TBC = sum_XC[:-1].unflatten(0, (tokens, batch)).to(kv_TBC.dtype)
+        return q_grad_SBHC, call.shards.reduce(kv_grad_TBC), None, None, None, None
 
 
 def _each_chunk(

@@ -121,7 +121,8 @@ class Slots:
         filled = pools * size
         if pools and layout.num_pools:
             id_IK = selection_BSK[sample_I, row_I, :pools]
-            slot_IK = id_IK.long().sub_(layout.first_pool_id).clamp_(min=0)
+            # An id that is none of the layout's is found by `find_faults`, and read nowhere outside of it before.
+            slot_IK = id_IK.long().sub_(layout.first_pool_id).clamp_(0, layout.num_pools - 1)
             first_IK = layout.pool_token_BP[sample_I.unsqueeze(1), slot_IK].masked_fill_(id_IK < 0, -size)
             torch.add(first_IK.unsqueeze(2), offset_J, out=token_IW[:, :filled].unflatten(1, (pools, size)))
         else:
@@ -156,7 +157,7 @@ def find_faults(selection_BSK: Tensor, bounds: RowBounds, scratch_bytes: int) ->
         last_BR = id_BRK[..., :width].amax(-1)
         before, after = id_BRK[..., : width - 1], id_BRK[..., 1:width]
         # Without its sign -1 is the greatest id: nothing but another -1 may come behind it.
-        fault_2[1] |= ((after >= 0) & (after <= (before & _GREATEST))).any()
+        fault_2[1] |= ((after >= 0) & (after <= (before & _GREATEST))).any() | (id_BRK.amin() < -1)
         if width < budget:
             spare_BR = id_BRK[..., width:].amax(-1)
             fault_2[1] |= (spare_BR >= 0).any()
