@@ -119,7 +119,7 @@ def test_every_sample_is_read_once_and_a_resumed_run_goes_on_with_the_next(tmp_p
 
 
 def run_and_record_samples(config: JobConfig) -> list[int]:
-    from mcore_dsa.train.data import Windows
+    from mcore_dsa.train.samples import Windows
 
     samples = []
     read = Windows.__getitem__

@@ -21,6 +21,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mcore_dsa.plan import context_rows
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus
 
@@ -179,25 +180,6 @@ def _too_short(corpus: Corpus, sequence_length: int) -> ValueError:
     )
 
 
-def context_rows(padded: Sequence[int], *, rank: int, size: int) -> npt.NDArray[np.int64]:
-    """Rows of a sample on context-parallel rank r of `size`: parts r and 2 * size - 1 - r of each document.
-
-    Cutting the pack as a whole would give a rank other rows than the attention, which knows the documents, takes them
-    for.
-
-    Args:
-        padded: rows of each document, multiples of 2 * size (of anything with a size of 1).
-    """
-    if size == 1:
-        return np.arange(sum(padded))
-    starts = np.array([*accumulate(padded, initial=0)][:-1], dtype=np.int64)
-    parts = np.array(padded, dtype=np.int64) // (2 * size)
-    firsts = np.stack([starts + rank * parts, starts + (2 * size - 1 - rank) * parts], axis=1)
-    return np.concatenate(
-        [first + np.arange(part) for first, part in zip(firsts.ravel(), parts.repeat(2), strict=True)]
-    )
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
     """Input of one forward pass: a context-parallel rank's rows L of B samples.
@@ -252,11 +234,13 @@ def _micro_batch(
     batch: Sequence[Sample], packed: PackedSeqParams | None, place: Place, device: torch.device
 ) -> MicroBatch:
     padded = batch[0].padded
-    rows = context_rows(padded, rank=place.context_rank, size=place.context_size)
     positions = np.concatenate([np.arange(length) for length in padded])
+    size = place.context_size
+    # By documents, as the attention takes them: half of a pack cut as a whole would be other rows.
+    rows = slice(None) if size == 1 else context_rows(padded, place.context_rank, size)
 
     def own(arrays: Sequence[npt.NDArray[np.generic]], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.stack([array[rows] for array in arrays])).to(device=device, dtype=dtype)
+        return torch.from_numpy(np.stack(arrays))[:, rows].to(device=device, dtype=dtype).contiguous()
 
     return MicroBatch(
         tokens_BL=own([sample.tokens for sample in batch], torch.int64),
