@@ -116,15 +116,19 @@ def restore(trainer: Any, run_dir: Path) -> None:
 
 
 def load_moved(config: JobConfig, run_dir: Path) -> Run:
-    """Each weight goes up or down by one unit in its last place."""
     trainer, _ = trainer_of(config)
     restore(trainer, run_dir)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in trainer.chunks[0].parameters():
-            up = torch.rand(parameter.shape, generator=generator) < 0.5
-            parameter.copy_(parameter.nextafter(torch.where(up, torch.inf, -torch.inf)))
+    move_by_one_place(trainer)
     return steps_of(trainer)
+
+
+@torch.no_grad()
+def move_by_one_place(trainer: Any) -> None:
+    """Each weight goes up or down by one unit in its last place."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in trainer.chunks[0].parameters():
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(parameter.nextafter(torch.where(up, torch.inf, -torch.inf)))
 
 
 @dataclass
