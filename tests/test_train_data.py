@@ -152,6 +152,29 @@ def test_the_limit_of_bytes_is_kept_exactly(folder: Path) -> None:
         assert corpus.tokens.tobytes() == whole[:limit]
 
 
+def test_every_file_begins_where_its_text_does(folder: Path) -> None:
+    (folder / "empty.txt").touch()
+    whole = [b"a\0", b"bb\0", b"\0", b"z\0", b"ccc"]
+    for limit in range(1, 12):
+        corpus = read_corpus([str(folder)], max_bytes=limit)
+        parts = [part.tobytes() for part in np.split(corpus.tokens, corpus.starts)[1:]]
+        assert corpus.files == len(parts)
+        # The last one is cut, down to nothing where the limit ends behind a separator.
+        assert [*parts[:-1], whole[len(parts) - 1][: len(parts[-1])]] == [*whole[: len(parts) - 1], parts[-1]]
+        assert b"".join(parts) == corpus.tokens.tobytes()
+
+
+def test_the_digest_follows_where_files_begin(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one/a").write_text("a\0b")
+    (tmp_path / "two/a").write_text("a")
+    (tmp_path / "two/b").write_text("b")
+    one, two = (read_corpus([str(tmp_path / name)], max_bytes=9) for name in ("one", "two"))
+    assert one.tokens.tobytes() == two.tokens.tobytes()
+    assert one.digest != two.digest
+
+
 def test_the_digest_follows_the_text_alone(folder: Path) -> None:
     digest = read_corpus([str(folder)], max_bytes=100).digest
     assert digest == read_corpus([str(folder)], max_bytes=200).digest

@@ -79,8 +79,7 @@ def test_ten_steps_of_two_context_parallel_ranks_are_those_of_one(pack: str, tex
     assert two == again
     far = [abs(left - right) for left, right in zip(two, one, strict=True)]
     near = [abs(left - right) for left, right in zip(moved, one, strict=True)]
-    # Sums over ranks round as other weights do: 1.0 of that dense, 1.3 packed (M). A mean of context-parallel ranks'
-    # means differs by 1e-2 where documents end.
+    # Sums over ranks round as other weights do: 1.0 of that dense, 1.3 packed (M).
     assert max(far) <= 4 * max(near)
 
 
