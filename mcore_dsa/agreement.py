@@ -99,7 +99,7 @@ def agree(values: Mapping[str, str], faults: Sequence[str], *groups: dist.Proces
             ranks_of.setdefault(its_values.get(name, "not set"), []).append(rank)
         if len(ranks_of) > 1:
             said = ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
-            problems.append(f"{name} differs over the group: {said}")
+            problems.append(f"{name} is {said}; accepted is the same on every rank")
     if problems:
         raise ValueError("settings of the query-shard group (ranks within it): " + "; ".join(problems))
 
@@ -124,14 +124,18 @@ def differing_replica(settings: Mapping[str, str], number: int) -> str | None:
         number: of `newly_agreed`: a run may change its settings between two models.
 
     Returns: None where they are the same, or first.
+
+    Raises: what the store raises where it is lost.
     """
     mine = "\n".join(f"{name}={value!r}" for name, value in sorted(settings.items()))
     store = dist.distributed_c10d._get_default_store()
     first: str = store.compare_set(f"{_REPLICAS_KEY}/{number}", "", f"rank {dist.get_rank()}\n{mine}").decode()
     whose, _, theirs = first.partition("\n")
+    # By name: another version of the package has other settings.
+    here, there = (dict(line.partition("=")[::2] for line in text.splitlines()) for text in (mine, theirs))
     differ = [
-        f"{here} here, {there} on {whose}"
-        for here, there in zip(mine.split("\n"), theirs.split("\n"), strict=True)
-        if here != there
+        f"{name} is {here.get(name, 'not set')} here and {there.get(name, 'not set')} on {whose}"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
     ]
     return "; ".join(differ) or None

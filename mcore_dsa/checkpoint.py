@@ -248,8 +248,8 @@ def _dequantised(weight_UF: Tensor, scale: Tensor, row_offset: int, col_offset: 
     A few rows with the same scales at a time: in float64 the whole part would be four times the result.
     """
     rows, cols = weight_UF.shape
-    result = torch.empty(rows, cols, dtype=torch.bfloat16)
-    col_block_F = torch.arange(col_offset, col_offset + cols) // FP8_BLOCK
+    result = torch.empty(rows, cols, dtype=torch.bfloat16, device="cpu")
+    col_block_F = torch.arange(col_offset, col_offset + cols, device="cpu") // FP8_BLOCK
     most = max(1, _STRIP_ELEMENTS // cols)
     start = 0
     while start < rows:

@@ -38,6 +38,15 @@ def check_device(device: torch.device, **tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}; accepted is the layout's device, {device}")
 
 
+def check_savable(**tensors: Tensor) -> None:
+    """Refuse what autograd cannot save for backward, where gradients are needed."""
+    for name, tensor in tensors.items():
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name} is made in inference mode; accepted is one made outside it where gradients are needed"
+            )
+
+
 def check_positive(name: str, value: int) -> None:
     """Refuse anything but an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

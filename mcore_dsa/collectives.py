@@ -103,23 +103,25 @@ def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Gro
         tensors: each `[s / G, ...]`, rows `[g * s / G, (g + 1) * s / G)` of `partition.num_rows` on rank g.
 
     Returns: the same tensors, `[rows of this rank's shard, ...]`, slice after slice. Where every rank owns every row
-    they are gathered, where every rank owns what it holds nothing moves; else all of them travel as bytes in one
-    all-to-all.
+    they are gathered; where there are no tensors, no rows, or every rank owns what it holds, nothing moves; else all of
+    them travel as bytes in one all-to-all.
 
     Raises: ValueError unless every tensor holds this rank's equal part of the rows.
     """
     ranks = group_size(group)
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if partition.group_size != ranks or tensor.ndim == 0 or tensor.shape[0] * ranks != partition.num_rows:
             raise ValueError(
-                f"a tensor has shape {tuple(tensor.shape)} where {partition.num_rows} rows are cut for "
+                f"tensors[{index}] has shape {tuple(tensor.shape)} and partition cuts {partition.num_rows} rows for "
                 f"{partition.group_size} ranks; accepted are equal parts of the rows over the group's {ranks} ranks"
             )
+    if not tensors or not partition.num_rows:
+        return list(tensors)
+    if partition.is_replicated:
+        return list(tensors) if ranks == 1 else [gather_rows(tensor, group) for tensor in tensors]
     exchange = RowExchange.of(partition, group_rank(group))
     if not exchange.moves:
         return list(tensors)
-    if partition.is_replicated:
-        return [gather_rows(tensor, group) for tensor in tensors]
     outgoing = _packed(tensors, exchange)
     incoming = outgoing.new_empty(sum(exchange.receive_counts), outgoing.shape[1])
     _all_to_all(incoming, outgoing, exchange.receive_counts, exchange.send_counts, group)

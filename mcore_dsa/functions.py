@@ -19,6 +19,7 @@ from mcore_dsa.checks import (
     check_integer,
     check_kind,
     check_positive,
+    check_savable,
     kind_of,
 )
 from mcore_dsa.eager import uncompiled
@@ -146,13 +147,22 @@ def sparse_attention(
     once, outside the budget.
 
     Raises: TypeError or ValueError for an argument of another kind, a budget too small for one row of every sample, ids
-    that are not ascending, and an id that is not a visible complete pool of its row.
+    that are not ascending, an id that is not a visible complete pool of its row, and, where gradients are needed, an
+    argument made in inference mode.
     """
     _check_latents(q_SBHC, kv_TBC)
     _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
     _check_scale(softmax_scale)
     check_bool(always_select_tail=always_select_tail)
     check_bytes("attend_bytes", attend_bytes)
+    if torch.is_grad_enabled() and (q_SBHC.requires_grad or kv_TBC.requires_grad):
+        check_savable(
+            q_SBHC=q_SBHC,
+            kv_TBC=kv_TBC,
+            selection_BSK=selection_BSK,
+            layout=layout.pool_token_BP,
+            position_S=position_S,
+        )
     return resolve().attend(
         q_SBHC,
         kv_TBC.contiguous(),

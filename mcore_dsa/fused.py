@@ -90,7 +90,8 @@ def _layout_of_bounds(
     """The segments that the bounds of a call describe, and the token each row stands at, -1 for one that sees none."""
     (tokens, batch, _), device = key_TBD.shape, key_TBD.device
     if (starts is None) != (ends is None):
-        raise ValueError("one of varlen_starts and varlen_ends is None; accepted are both or none")
+        missing = "varlen_starts" if starts is None else "varlen_ends"
+        raise ValueError(f"{missing} is None beside the other bound; accepted are both or none")
     if cu_seqlens is not None:
         layout = PoolLayout.from_cu_seqlens(cu_seqlens, num_tokens=tokens, pool_size=pool_size, batch=batch)
     elif starts is None or ends is None:
@@ -105,14 +106,18 @@ def _layout_of_bounds(
         if bound.shape[0] != rows:
             raise ValueError(f"{name} has {bound.shape[0]} values; accepted is one a row, {rows}")
     starts, ends = starts.long(), ends.long()
-    if not bool(((starts >= 0) & (ends >= starts) & (ends <= tokens)).all()):
-        raise ValueError(f"varlen_starts and varlen_ends leave 0 <= start <= end <= {tokens}; accepted is inside it")
+    inside = (starts >= 0) & (ends >= starts) & (ends <= tokens)
+    _check_rows(inside, starts, ends, f"accepted are 0 <= start <= end <= {tokens}")
     seeing = ends > starts
     if cu_seqlens is None:
         segment_start, segment_of = starts[seeing].unique(return_inverse=True)
         segment_end = torch.zeros_like(segment_start).scatter_reduce_(0, segment_of, ends[seeing], "amax")
-        if bool((segment_end[:-1] > segment_start[1:]).any()):
-            raise ValueError("varlen_starts moves from row to row inside a document; accepted is one start a document")
+        moved = segment_start[1:][segment_end[:-1] > segment_start[1:]]
+        if len(moved):
+            raise ValueError(
+                f"varlen_starts is {int(moved[0])} inside a document that begins before it; accepted is one start for "
+                "all rows of a document"
+            )
         if segment_start.numel() == 0:
             segment_start = segment_end = torch.zeros(1, dtype=torch.int64, device=device)
         bounds = (segment_start.expand(batch, -1), segment_end.expand(batch, -1))
@@ -121,10 +126,9 @@ def _layout_of_bounds(
         seeing &= starts < cu_seqlens[-1]
         document = torch.searchsorted(cu_seqlens.long(), starts, right=True) - 1
         fits = (cu_seqlens[document] == starts) & (ends <= cu_seqlens[(document + 1).clamp(max=len(cu_seqlens) - 1)])
-        if not bool((fits | ~seeing).all()):
-            raise ValueError(
-                "varlen bounds are not documents of cu_seqlens_kv; accepted are rows inside one, from its start"
-            )
+        _check_rows(
+            fits | ~seeing, starts, ends, "accepted are rows inside a document of cu_seqlens_kv, from its start"
+        )
     return layout, torch.where(seeing, ends - 1, -1)
 
 
@@ -148,6 +152,14 @@ def _check_mask(mask: object, key_TBD: Tensor, *, bounded: bool) -> None:
         causal = hidden if mask.dtype == torch.bool else torch.zeros_like(rows).masked_fill_(hidden, -torch.inf)
         if not bool((rows == causal).all()):
             raise ValueError(f"mask is not causal in rows {start} ... {start + rows.shape[-2] - 1}; {accepted}")
+
+
+def _check_rows(good: Tensor, starts: Tensor, ends: Tensor, accepted: str) -> None:
+    if not bool(good.all()):
+        row = int(good.logical_not().nonzero()[0])
+        raise ValueError(
+            f"varlen_starts is {int(starts[row])} and varlen_ends {int(ends[row])} in row {row}; {accepted}"
+        )
 
 
 def _check_fused(

@@ -51,8 +51,8 @@ class SelectionPlan:
         """The bounds of the rows this rank selects for, slice after slice."""
         if self.partition.is_replicated:
             return self.bounds
-        own = [torch.arange(part.start, part.stop) for part in self.partition.slices(self.rank) if part]
-        row_O = torch.cat(own) if own else torch.arange(0)
+        own = [torch.arange(part.start, part.stop, device="cpu") for part in self.partition.slices(self.rank) if part]
+        row_O = torch.cat(own) if own else torch.arange(0, device="cpu")
         return self.bounds.take(row_O.to(self.layout.device))
 
     @classmethod
@@ -112,9 +112,14 @@ class SelectionPlan:
                 f"cu_seqlens_padded holds {len(places)} values; accepted are as many as cu_seqlens, {len(begins)}"
             )
         lengths = [stop - start for start, stop in pairwise(places)]
-        ends = [start + own for start, own in zip(places, (b - a for a, b in pairwise(begins)), strict=False)]
-        if any(end > place for end, place in zip(ends, places[1:], strict=True)):
-            raise ValueError("cu_seqlens has a document longer than in cu_seqlens_padded; accepted is at most as long")
+        own = [stop - start for start, stop in pairwise(begins)]
+        for document, (length, place) in enumerate(zip(own, lengths, strict=True)):
+            if length > place:
+                raise ValueError(
+                    f"document {document} of cu_seqlens is {length} tokens; accepted is at most its place in "
+                    f"cu_seqlens_padded, {place}"
+                )
+        ends = [start + length for start, length in zip(places, own, strict=False)]
         segments = torch.tensor([places[:-1], ends], device=cu_seqlens.device).unsqueeze(1)
         layout = PoolLayout.from_segments(*segments, num_tokens=places[-1], pool_size=pool_size)
         # Padding scores nothing, as a document does that sees no more pools than the budget.
@@ -159,19 +164,19 @@ def context_rows(lengths: Sequence[int], rank: int, size: int) -> Tensor:
 
     Raises: ValueError for a length that is no multiple of `2 * size`.
     """
-    bad = [length for length in lengths if length % (2 * size)]
-    if bad:
-        raise ValueError(
-            f"a document has {bad[0]} tokens; accepted under context parallelism of {size} are multiples of "
-            f"{2 * size}, {-(-bad[0] // (2 * size)) * 2 * size} here"
-        )
+    for document, length in enumerate(lengths):
+        if length % (2 * size):
+            raise ValueError(
+                f"document {document} is {length} tokens; accepted under context parallelism of {size} are multiples "
+                f"of {2 * size}, {-(-length // (2 * size)) * 2 * size} here"
+            )
     starts = accumulate(lengths, initial=0)
     chunks = [
-        torch.arange(start + chunk * length, start + (chunk + 1) * length)
+        torch.arange(start + chunk * length, start + (chunk + 1) * length, device="cpu")
         for start, length in zip(starts, (length // (2 * size) for length in lengths), strict=False)
         for chunk in (rank, 2 * size - 1 - rank)
     ]
-    return torch.cat(chunks) if chunks else torch.arange(0)
+    return torch.cat(chunks) if chunks else torch.arange(0, device="cpu")
 
 
 def _cumulative(name: str, values: Tensor) -> list[int]:

@@ -1,7 +1,5 @@
 """One call of sparse attention, with a gradient for its output, as tests vary and compare it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -93,20 +91,21 @@ class Case:
         return out.detach(), *torch.autograd.grad(out, (q, kv), self.out_grad)
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def assert_equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+def assert_sums_rows_in_order(case: Case, got: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The rows' own outputs and gradients, bit for bit; that of kv adds theirs, first row first."""
+    out, q_grad, kv_grad = got
+    total = torch.zeros_like(kv_grad)
+    for row in range(len(case.position)):
+        out_row, q_grad_row, kv_grad_row = case.rows(slice(row, row + 1)).run()
+        assert_equal((out_row, q_grad_row), (out[row : row + 1], q_grad[row : row + 1]))
+        total += kv_grad_row
+    assert torch.equal(total, kv_grad)
 
 
 def assert_as_exact_as_the_oracle(

@@ -26,6 +26,16 @@ ROUNDED = ("normal", "duplicates", "near")
 GREATEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)}
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Call:
     """Arguments of `select_pools`, with the segments as the oracle takes them."""

@@ -62,6 +62,8 @@ TINY: dict[str, Any] = {
 }
 DSA_LAYERS = (1, 3)
 MTP_LAYER = 4
+LAYERS = (*DSA_LAYERS, MTP_LAYER)
+APE = "indexer.index_kpool_compress_ape"
 
 
 def tiny_config(storage: DsaStorage = DsaStorage.BF16, **changes: Any) -> dict[str, Any]:

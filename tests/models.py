@@ -1,4 +1,4 @@
-"""Small k-pool DSA models and the shortest training loop around them, for tests that run inside ranks.
+"""Small models, of k-pool DSA and of stock Megatron, and the shortest training loop around them, for tests in ranks.
 
 Heads, rows, vocabulary and FFN width divide by 2, 3 and 4. Rows are six times `index_topk`, so that most rows drop
 tokens, and index heads are eight, so that no score is tied by accident.
@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_layer_with_experimental_attention_variant_spec as stock_layer_specs,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_dsa.megatron import (
     KPoolDSATransformerConfig,
@@ -23,6 +30,7 @@ from mcore_dsa.megatron import (
     kpool_dsa_gpt_model,
     kpool_dsa_hybrid_model,
 )
+from mcore_dsa.megatron.backend import default_backend
 from mcore_dsa.settings import PARTITION_VARIABLE
 
 VOCAB = 96
@@ -50,27 +58,47 @@ SIZES: Mapping[str, Any] = {
 }
 
 
+ON_ANY_DEVICE: Mapping[str, Any] = {
+    "use_cpu_initialization": True,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "pipeline_dtype": torch.float32,
+}
+
+
 def config(**overrides: Any) -> KPoolDSATransformerConfig:
     """The model's configuration; inside ranks with the parallel sizes of Megatron's groups."""
     tp = pp = 1
     if parallel_state.model_parallel_is_initialized():
         tp = parallel_state.get_tensor_model_parallel_world_size()
         pp = parallel_state.get_pipeline_model_parallel_world_size()
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": tp > 1}
+    # Wide enough for selections to differ from row to row and to move within ten steps.
+    return KPoolDSATransformerConfig(**{**SIZES, **sizes, **ON_ANY_DEVICE, "init_method_std": 0.1, **overrides})
+
+
+def stock_config(**overrides: Any) -> MLATransformerConfig:
+    """A model of these sizes with Megatron's own DSA, which selects tokens."""
+    tp, cp = overrides.get("tensor_model_parallel_size", 1), overrides.get("context_parallel_size", 1)
     values: dict[str, Any] = {
-        **SIZES,
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
+        **{name: value for name, value in SIZES.items() if not name.startswith("dsa_indexer_kpool")},
+        **ON_ANY_DEVICE,
+        "qk_pos_emb_head_dim": 0,
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_rotate_activation": False,
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "rope_type": "rope",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         "sequence_parallel": tp > 1,
-        "use_cpu_initialization": True,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        # Wide enough for selections to differ from row to row and to move within ten steps.
-        "init_method_std": 0.1,
-        "pipeline_dtype": torch.float32,
+        "cp_comm_type": "allgather" if cp > 1 else None,
     }
-    return KPoolDSATransformerConfig(**{**values, **overrides})
+    return MLATransformerConfig(**{**values, **overrides})
 
 
 def gpt(cfg: KPoolDSATransformerConfig, **arguments: Any) -> Any:
@@ -85,6 +113,23 @@ def hybrid(cfg: KPoolDSATransformerConfig, pattern: str = "D-D-") -> Any:
         cfg, vocab_size=VOCAB, max_sequence_length=ROWS, hybrid_layer_pattern=pattern, **_ends()
     )
     return model.to(torch.cuda.current_device())
+
+
+def stock_gpt(cfg: MLATransformerConfig) -> GPTModel:
+    """This rank's pipeline stage of Megatron's own model, embeddings tied."""
+    backend = default_backend(cfg)
+    first = get_transformer_layer_offset(cfg)
+    specs = stock_layer_specs(cfg, backend=backend)[first : first + get_num_layers_to_build(cfg)]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.layer_norm(rms_norm=True))
+    return GPTModel(
+        cfg,
+        block,
+        VOCAB,
+        ROWS,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="none",
+        **_ends(),
+    )
 
 
 def _ends() -> dict[str, bool]:
@@ -127,7 +172,7 @@ class Trainer:
     """Megatron's DistributedDataParallel, distributed optimizer and schedule around one model."""
 
     def __init__(self, model: Any, lr: float = 1e-2) -> None:
-        cfg = model.config
+        self.bare, cfg = model, model.config
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         module = Float16Module(cfg, model) if cfg.bf16 else model
         self.model = DistributedDataParallel(cfg, ddp, module)
@@ -140,6 +185,7 @@ class Trainer:
                 bf16=cfg.bf16,
                 params_dtype=cfg.params_dtype,
                 use_distributed_optimizer=True,
+                log_num_zeros_in_grad=True,
             ),
             [self.model],
         )
@@ -161,6 +207,17 @@ class Trainer:
         )
         return float(torch.stack([loss["loss"] for loss in losses]).mean()) if losses else float("nan")
 
+    def update(self, batches: list[torch.Tensor]) -> tuple[float, float]:
+        """One optimizer step; the loss as `backward` gives it, and the norm of the gradients."""
+        loss = self.backward(batches)
+        succeeded, norm, zeros = self.optimizer.step()
+        assert succeeded
+        assert zeros is not None
+        return loss, float(norm)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.bare.named_parameters()}
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """By name; under data parallelism outside this rank's shard of the optimizer its own part of the sum."""
         named = self.model.module.named_parameters()
@@ -170,6 +227,23 @@ class Trainer:
         """`[b, s, vocabulary of this rank]`."""
         with torch.no_grad():
             return self.model(batch[:, :-1], None, None).detach()
+
+    def save(self, folder: str, sharding: str) -> None:
+        dist_checkpointing.save(self._sharded(sharding, is_loading=False), folder)
+
+    def load(self, folder: str, sharding: str) -> None:
+        state = dist_checkpointing.load(self._sharded(sharding, is_loading=True), folder)
+        self.model.module.load_state_dict(state["model"], strict=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _sharded(self, sharding: str, *, is_loading: bool) -> dict[str, Any]:
+        metadata = {
+            "distrib_optim_sharding_type": sharding,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model = self.model.module.sharded_state_dict(metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer}
 
 
 @dataclass
@@ -205,7 +279,7 @@ def train(
         if whole:
             run.logits.append(trainer.logits(tokens()))
     layers = attentions(model)
-    run.parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    run.parameters = trainer.parameters()
     run.partition = layers[0].settings.partition.value
     run.rows = sum(layer.counters.rows for layer in layers)
     run.scored_rows = sum(layer.counters.scored_rows for layer in layers)
@@ -236,9 +310,16 @@ def gathered(shard: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat(shards, dim)
 
 
+def _of_context(ids: torch.Tensor) -> torch.Tensor:
+    """The columns of this context-parallel rank: chunks r and `2 * CP - 1 - r`, Megatron's order."""
+    cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    chunks = ids.chunk(2 * cp, dim=1)
+    return torch.cat((chunks[rank], chunks[2 * cp - 1 - rank]), dim=1)
+
+
 def _forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     ids = next(batches)
-    return model(ids[:, :-1], None, None, labels=ids[:, 1:]), _mean_loss
+    return model(_of_context(ids[:, :-1]), None, None, labels=_of_context(ids[:, 1:])), _mean_loss
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

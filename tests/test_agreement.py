@@ -67,7 +67,7 @@ DISAGREEMENTS = {
     "the flag on some ranks only": (
         [SAME, {**SAME, "FLAG": "off"}, SAME],
         NO_FAULTS,
-        ["FLAG differs", "'contiguous' on ranks [0, 2]", "'off' on ranks [1]"],
+        ["FLAG is", "'contiguous' on ranks [0, 2]", "'off' on ranks [1]"],
         ["BYTES"],
     ),
     "three values": (
@@ -79,25 +79,25 @@ DISAGREEMENTS = {
     "two settings": (
         [SAME, {"FLAG": "off", "BYTES": "1"}, SAME],
         NO_FAULTS,
-        ["FLAG differs", "BYTES differs", "'1' on ranks [1]", "'256' on ranks [0, 2]"],
+        ["FLAG is", "BYTES is", "'1' on ranks [1]", "'256' on ranks [0, 2]"],
         [],
     ),
     "a setting that one rank lacks": (
         [SAME, SAME, {"FLAG": "contiguous"}],
         NO_FAULTS,
-        ["BYTES differs", "'not set' on ranks [2]"],
-        ["FLAG differs"],
+        ["BYTES is", "'not set' on ranks [2]"],
+        ["FLAG is"],
     ),
     "a rank that cannot read its flag": (
         [SAME, SAME, SAME],
         [(), ("FLAG is 'maybe'; accepted are on and off",), ()],
         ["rank 1: FLAG is 'maybe'; accepted are on and off"],
-        ["differs"],
+        ["on every rank"],
     ),
     "faults of two ranks beside a difference": (
         [SAME, {**SAME, "BYTES": "1"}, SAME],
         [("one", "two"), (), ("three",)],
-        ["rank 0: one", "rank 0: two", "rank 2: three", "BYTES differs"],
+        ["rank 0: one", "rank 0: two", "rank 2: three", "BYTES is"],
         ["FLAG"],
     ),
 }
@@ -118,7 +118,7 @@ def change_after_agreement() -> str:
     """Settings that change on one rank alone, a module built later say: nobody waits for nobody."""
     agree(SAME, (), dist.group.WORLD)
     changed = {**SAME, "FLAG": "off"} if dist.get_rank() == 1 else SAME
-    with pytest.raises(ValueError, match="FLAG differs") as error:
+    with pytest.raises(ValueError, match=r"FLAG is .*; accepted is the same on every rank") as error:
         agree(changed, (), dist.group.WORLD)
     return str(error.value)
 
@@ -199,10 +199,23 @@ def replicas_tell() -> list[str | None]:
         dist.barrier()
     # What comes second is compared with what others told second.
     told.append(differing_replica({"FLAG": "off"}, 2))
+    # Another version of the package has another number of settings, one of them, none.
+    versions: list[dict[str, str]] = [{"FLAG": "a=b\nc", "OLD": "1"}, {"FLAG": "a=b\nc", "NEW": "2", "NEWER": ""}, {}]
+    for turn in range(3):
+        if turn == rank:
+            told.append(differing_replica(versions[rank], 3))
+        dist.barrier()
     return told
 
 
 def test_a_replica_with_other_settings_is_reported_without_waiting() -> None:
     first, second, third = run_ranks(replicas_tell, 3)
-    assert first == second == [None, None]
-    assert third == [f"{PARTITION_VARIABLE}='zigzag' here, {PARTITION_VARIABLE}='off' on rank 0", None]
+    assert first == [None, None, None]
+    assert second == [
+        None,
+        None,
+        "NEW is '2' here and not set on rank 0; NEWER is '' here and not set on rank 0; "
+        "OLD is not set here and '1' on rank 0",
+    ]
+    assert third[:2] == [f"{PARTITION_VARIABLE} is 'zigzag' here and 'off' on rank 0", None]
+    assert third[2] == "FLAG is not set here and 'a=b\\nc' on rank 0; OLD is not set here and '1' on rank 0"

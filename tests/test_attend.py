@@ -9,11 +9,11 @@ from attend_cases import (
     add_row_by_row,
     assert_as_exact_as_the_oracle,
     assert_equal,
+    assert_sums_rows_in_order,
     random_slots,
     smallest_budget,
-    threads,
 )
-from draw import layout_of, poisoned
+from draw import layout_of, poisoned, threads
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -95,13 +95,7 @@ def test_no_thread_count_moves_a_bit(heads: int, channels: int, budget: int) -> 
 def test_gradient_of_kv_adds_rows_in_row_order(segmentation, geometry) -> None:
     """The whole gradient is, bit for bit, the rows' own gradients added first row first; a row alone is the row."""
     case = Case.random(*segmentation, **geometry)
-    out, q_grad, kv_grad = case.run()
-    total = torch.zeros_like(kv_grad)
-    for row in range(len(case.position)):
-        out_row, q_grad_row, kv_grad_row = case.rows(slice(row, row + 1)).run()
-        assert_equal((out_row, q_grad_row), (out[row : row + 1], q_grad[row : row + 1]))
-        total += kv_grad_row
-    assert torch.equal(total, kv_grad)
+    assert_sums_rows_in_order(case, case.run())
 
 
 @given(segmentations(), GEOMETRIES)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attend_cases import Case
+from draw import layout_of
 
 from mcore_dsa.functions import masked_attention, sparse_attention
 from mcore_dsa.kpool import PoolLayout
@@ -99,6 +100,20 @@ def test_descending_ids(case: Case) -> None:
     refuse(case, ValueError, "repeats or disorders")
     case.selection[0, 20] = torch.tensor([3, 4, -1], dtype=torch.int32)
     case.out()
+
+
+@pytest.mark.parametrize("name", ["kv", "selection", "layout", "position"])
+def test_what_was_made_in_inference_mode_is_refused_where_gradients_are_needed(case: Case, name: str) -> None:
+    """Autograd would refuse it too, without a name, and once all of forward is computed."""
+    with torch.inference_mode():
+        made = layout_of(SEGMENTS, num_tokens=21, pool_size=4) if name == "layout" else getattr(case, name).clone()
+    learning = replace(case, q=case.q.clone().requires_grad_())
+    said = rf"^{name}(_\w+)? is made in inference mode; accepted is one made outside it where gradients are needed$"
+    refuse(learning, ValueError, said, **{name: made})
+    evaluated = replace(learning, **{name: made})
+    with torch.no_grad():
+        assert torch.equal(evaluated.out(), case.out())
+    assert torch.equal(replace(case, **{name: made}).out(), case.out())
 
 
 def test_budget_too_small_names_the_smallest_that_works(case: Case) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tiny_megatron import config
+from models import stock_config
 
 from mcore_dsa.megatron import backend
 from mcore_dsa.megatron.backend import DuplicatedLinear, LayerNorm, LocalBackend, RMSNorm, default_backend
@@ -35,7 +35,7 @@ def test_rms_norm_equals_the_reference_bit_for_bit(
     # Not at the top: every rank of this file would import it.
     from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextRMSNorm
 
-    cfg = config(params_dtype=dtype, layernorm_epsilon=1e-5)
+    cfg = stock_config(params_dtype=dtype, layernorm_epsilon=1e-5)
     ours = RMSNorm(cfg, width)
     theirs = Glm5NextTextRMSNorm(width, eps=1e-5).to(dtype)
     ours.weight.data = theirs.weight.data = draw(seed, width).to(dtype)
@@ -54,7 +54,7 @@ def test_rms_norm_equals_the_reference_bit_for_bit(
 def test_norms_take_epsilon_dtype_and_marks_from_the_config() -> None:
     x = draw(0, 3, 8) * 1e-3
     for sequence_parallel in (False, True):
-        cfg = config(layernorm_epsilon=1e-2, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+        cfg = stock_config(layernorm_epsilon=1e-2, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
         rms = RMSNorm(config=cfg, hidden_size=8)
         assert torch.equal(rms(x), x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-2))
         assert not torch.equal(RMSNorm(config=cfg, hidden_size=8, eps=1e-6)(x), rms(x))
@@ -65,13 +65,13 @@ def test_norms_take_epsilon_dtype_and_marks_from_the_config() -> None:
         for parameter in (rms.weight, layer.weight, layer.bias):
             assert parameter.sequence_parallel is sequence_parallel
             assert parameter.tensor_model_parallel is False
-    half = config(params_dtype=torch.bfloat16)
+    half = stock_config(params_dtype=torch.bfloat16)
     assert RMSNorm(half, 8).weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(("norm", "other"), [(RMSNorm, "LayerNorm"), (LayerNorm, "RMSNorm")])
 def test_norms_refuse_another_normalization_and_zero_centred_weights(norm: Any, other: str) -> None:
-    cfg = config()
+    cfg = stock_config()
     cfg.normalization = other
     with pytest.raises(ValueError, match=rf"config.normalization is '{other}'"):
         norm(cfg, 8)
@@ -100,7 +100,7 @@ def linear(cfg: Any, **overrides: Any) -> DuplicatedLinear:
 
 
 def test_duplicated_linear_is_a_plain_product_without_bias() -> None:
-    layer = linear(config())
+    layer = linear(stock_config())
     x = draw(0, 7, 2, 12)
     out, bias = layer(x)
     assert bias is None
@@ -108,7 +108,7 @@ def test_duplicated_linear_is_a_plain_product_without_bias() -> None:
     assert [name for name, _ in layer.named_parameters()] == ["weight"]
     assert layer.weight.tensor_model_parallel is False
     assert layer.weight.sequence_parallel is False
-    assert linear(config(tensor_model_parallel_size=2)).weight.sequence_parallel is True
+    assert linear(stock_config(tensor_model_parallel_size=2)).weight.sequence_parallel is True
 
 
 def test_duplicated_linear_is_initialised_as_the_config_says() -> None:
@@ -118,11 +118,11 @@ def test_duplicated_linear_is_initialised_as_the_config_says() -> None:
         calls.append(weight.dtype)
         weight.fill_(1 + 2**-9)
 
-    layer = linear(config(params_dtype=torch.bfloat16), init_method=fill)
+    layer = linear(stock_config(params_dtype=torch.bfloat16), init_method=fill)
     assert calls == [torch.float32]
     assert layer.weight.dtype is torch.bfloat16
     assert torch.equal(layer.weight, torch.full((5, 12), 1 + 2**-9).bfloat16())
-    linear(config(perform_initialization=False), init_method=fill)
+    linear(stock_config(perform_initialization=False), init_method=fill)
     assert len(calls) == 1
 
 
@@ -132,7 +132,7 @@ def test_duplicated_linear_is_initialised_as_the_config_says() -> None:
 )
 def test_duplicated_linear_refuses_what_it_cannot_do(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{argument} is {value!r}; accepted"):
-        linear(config(), **{argument: value})
+        linear(stock_config(), **{argument: value})
 
 
 def replicas(on_cpu: bool) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def replicas(on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         torch.manual_seed(3)
     before = torch.get_rng_state()
-    layer = linear(config(tensor_model_parallel_size=2, use_cpu_initialization=on_cpu))
+    layer = linear(stock_config(tensor_model_parallel_size=2, use_cpu_initialization=on_cpu))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded = layer.sharded_state_dict("layer.", ((0, 1, 3),), {"dp_cp_group": group})["layer.weight"]
     return {
@@ -187,12 +187,12 @@ def test_local_backend_names_its_modules() -> None:
 def test_transformer_engine_is_chosen_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "HAVE_TE", False)
     for implementation in ("transformer_engine", "local"):
-        assert type(default_backend(config(transformer_impl=implementation))) is LocalBackend
+        assert type(default_backend(stock_config(transformer_impl=implementation))) is LocalBackend
     monkeypatch.setattr(backend, "HAVE_TE", True)
-    chosen = default_backend(config())
+    chosen = default_backend(stock_config())
     assert type(chosen).__name__ == "TESpecProvider"
     assert chosen.linear() is transformer_engine.TELinear
     with pytest.raises(ValueError, match="takes TELinear only"):
-        default_backend(config(transformer_impl="local"))
+        default_backend(stock_config(transformer_impl="local"))
     with pytest.raises(ValueError, match="inference_optimized"):
-        default_backend(config(transformer_impl="inference_optimized"))
+        default_backend(stock_config(transformer_impl="inference_optimized"))

@@ -9,9 +9,10 @@ import pytest
 import safetensors
 import torch
 from hf_checkpoints import (
+    APE,
     DSA_LAYERS,
     FP8_WEIGHTS,
-    MTP_LAYER,
+    LAYERS,
     TINY,
     bits,
     checkpoint_tensors,
@@ -35,8 +36,6 @@ from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.tp_plan import DsaTpPlan
 
 BF16, F32, FP8, NVFP4 = DsaStorage.BF16, DsaStorage.F32, DsaStorage.FP8, DsaStorage.NVFP4
-APE = "indexer.index_kpool_compress_ape"
-LAYERS = (*DSA_LAYERS, MTP_LAYER)
 
 
 def expected_part(name: str, tensor: Tensor, rank: int, size: int) -> Tensor:

@@ -15,8 +15,10 @@ import pytest
 import safetensors
 import torch
 from hf_checkpoints import (
+    APE,
     DSA_LAYERS,
     FP8_WEIGHTS,
+    LAYERS,
     MTP_LAYER,
     PREFIX,
     TINY,
@@ -36,8 +38,6 @@ from mcore_dsa.binding import DsaStorage, verify
 from mcore_dsa.checkpoint import LayerTensor, export_attention, write_attention
 
 BF16, F32, FP8, NVFP4 = DsaStorage.BF16, DsaStorage.F32, DsaStorage.FP8, DsaStorage.NVFP4
-APE = "indexer.index_kpool_compress_ape"
-LAYERS = (*DSA_LAYERS, MTP_LAYER)
 
 
 def everything_in(folder: Path) -> list[str]:

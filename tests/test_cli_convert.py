@@ -16,6 +16,7 @@ import torch
 from command_line import command, tiny_checkpoint
 from hf_checkpoints import (
     DSA_LAYERS,
+    LAYERS,
     MTP_LAYER,
     PREFIX,
     TINY,
@@ -32,8 +33,6 @@ from mcore_dsa.binding import MEGATRON_NAMES, DsaStorage, verify
 from mcore_dsa.checkpoint import load_attention
 from mcore_dsa.cli import convert
 from mcore_dsa.tp_plan import DsaTpPlan
-
-LAYERS = [*DSA_LAYERS, MTP_LAYER]
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_ranks_hold_what_they_load_and_go_back_to_the_byte(checkpoint: Path, tmp
     ranks, back, alone = (tmp_path / name for name in ("ranks", "back", "alone"))
     status, out, _ = command("convert", "hf2mcore", checkpoint, ranks, "--tp", tp, "--json")
     report = json.loads(out)
-    assert (status, report["layers"], report["tp"]) == (0, LAYERS, tp)
+    assert (status, report["layers"], report["tp"]) == (0, [*LAYERS], tp)
     assert sorted(path.name for path in ranks.iterdir()) == sorted(["config.json", *report["files"]])
     binding = verify(checkpoint)
     for rank, file in enumerate(report["files"]):
@@ -94,7 +93,7 @@ def test_ranks_hold_what_they_load_and_go_back_to_the_byte(checkpoint: Path, tmp
     files = sorted(path.name for path in checkpoint.iterdir())
     assert filecmp.cmpfiles(checkpoint, back, files, shallow=False) == (files, [], [])
     status, out, _ = command("convert", "mcore2hf", ranks, alone, "--json")
-    assert (status, json.loads(out)["layers"]) == (0, LAYERS)
+    assert (status, json.loads(out)["layers"]) == (0, [*LAYERS])
     assert not verify(alone).faults
     written = {name: tensor for file in alone.glob("*.safetensors") for name, tensor in load_file(file).items()}
     whole = checkpoint_tensors(tiny_config())

@@ -22,63 +22,48 @@ def checkpoint(tmp_path: Path) -> Path:
     return tiny_checkpoint(tmp_path)
 
 
+ANY_SIZE = ["--tp", 2, "--seq", 8]
+PLAN = ["plan", "--config", FLASH, "--tp", 2]
+CONVERT = ["convert", "hf2mcore", "{tmp}/checkpoint", "{tmp}/t"]
 REFUSED = {
-    "no such configuration": (["plan", "--config", "nowhere.json", "--tp", 2, "--seq", 8], "nowhere.json"),
+    "no such configuration": (["plan", "--config", "nowhere.json", *ANY_SIZE], "nowhere.json"),
     "heads do not divide": (
         ["plan", "--config", FLASH, "--tp", 7, "--seq", 8],
         "tp_size is 7; accepted is a divisor of num_attention_heads=64",
     ),
-    "no JSON": (
-        ["plan", "--config", "{tmp}/words.txt", "--tp", 2, "--seq", 8],
-        "words.txt; accepted is a file of JSON",
-    ),
-    "no fields": (["plan", "--config", "{tmp}/null.json", "--tp", 2, "--seq", 8], "null.json is None; accepted is an"),
-    "nested": (
-        ["plan", "--config", "{tmp}/nested.json", "--tp", 2, "--seq", 8],
-        "accepted is a file of JSON: it is nest",
-    ),
+    "no JSON": (["plan", "--config", "{tmp}/words.txt", *ANY_SIZE], "words.txt; accepted is a file of JSON"),
+    "no fields": (["plan", "--config", "{tmp}/null.json", *ANY_SIZE], "null.json is None; accepted is an"),
+    "nested": (["plan", "--config", "{tmp}/nested.json", *ANY_SIZE], "accepted is a file of JSON: it is nest"),
     "twice": (["verify", "{tmp}/checkpoint", "--config", "{tmp}/twice.json"], "a stands there twice"),
-    "no geometry": (["plan", "--config", "{tmp}/empty.json", "--tp", 2, "--seq", 8], "hidden_size is missing"),
+    "no geometry": (["plan", "--config", "{tmp}/empty.json", *ANY_SIZE], "hidden_size is missing"),
     "other sum": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 8, "--segments", "{tmp}/lengths.txt"],
+        [*PLAN, "--seq", 8, "--segments", "{tmp}/lengths.txt"],
         "lengths.txt adds up to 7; accepted is --seq 8",
     ),
     "no lengths": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 8, "--segments", "{tmp}/words.txt"],
+        [*PLAN, "--seq", 8, "--segments", "{tmp}/words.txt"],
         "words.txt has 'many'; accepted are integers >= 1",
     ),
     "no length": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 8, "--segments", "{tmp}/nothing.txt"],
+        [*PLAN, "--seq", 8, "--segments", "{tmp}/nothing.txt"],
         "nothing.txt is empty; accepted are integers >= 1",
     ),
     "empty document": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 7, "--segments", "{tmp}/zero.txt"],
+        [*PLAN, "--seq", 7, "--segments", "{tmp}/zero.txt"],
         "zero.txt has '0'; accepted are integers >= 1",
     ),
-    "no file of lengths": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 8, "--segments", "{tmp}/absent"],
-        "absent",
-    ),
-    "too many pools": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 10**17],
-        "accepted are fewer than 2147483648 pools",
-    ),
+    "no file of lengths": ([*PLAN, "--seq", 8, "--segments", "{tmp}/absent"], "absent"),
+    "too many pools": ([*PLAN, "--seq", 10**17], "accepted are fewer than 2147483648 pools"),
     "chunks of another size": (
-        ["plan", "--config", FLASH, "--tp", 2, "--cp", 3, "--seq", 32],
+        [*PLAN, "--cp", 3, "--seq", 32],
         "a document is 32 tokens; accepted is, with --cp 3, a multiple of 6",
     ),
     "balanced over contexts": (
-        ["plan", "--config", FLASH, "--tp", 2, "--cp", 2, "--seq", 32, "--partition", "balanced"],
+        [*PLAN, "--cp", 2, "--seq", 32, "--partition", "balanced"],
         "--partition is balanced; accepted are, with --cp 2, off and contiguous and zigzag",
     ),
-    "no folder for a picture": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 32, "--plot", "{tmp}/absent/work.png"],
-        "absent/work.png",
-    ),
-    "no format for a picture": (
-        ["plan", "--config", FLASH, "--tp", 2, "--seq", 32, "--plot", "{tmp}/work.words"],
-        "'words' is not supported",
-    ),
+    "no folder for a picture": ([*PLAN, "--seq", 32, "--plot", "{tmp}/absent/work.png"], "absent/work.png"),
+    "no format for a picture": ([*PLAN, "--seq", 32, "--plot", "{tmp}/work.words"], "'words' is not supported"),
     "nothing to verify": (["verify", "{tmp}/absent"], "absent"),
     "a folder without a checkpoint": (["verify", "{tmp}"], "accepted is a folder with a .safetensors file"),
     "a target that is taken": (
@@ -86,17 +71,11 @@ REFUSED = {
         "accepted is a new name or an empty folder",
     ),
     "layers of other kinds": (
-        ["convert", "hf2mcore", "{tmp}/checkpoint", "{tmp}/t", "--tp", 2, "--layers", "0-0"],
+        [*CONVERT, "--tp", 2, "--layers", "0-0"],
         "--layers is '0-0'; accepted is FIRST-LAST around some of the layers (1, 3, 4)",
     ),
-    "layers that are none": (
-        ["convert", "hf2mcore", "{tmp}/checkpoint", "{tmp}/t", "--tp", 2, "--layers", "all"],
-        "--layers is 'all'; accepted is FIRST-LAST",
-    ),
-    "heads of a checkpoint": (
-        ["convert", "hf2mcore", "{tmp}/checkpoint", "{tmp}/t", "--tp", 3],
-        "tp_size is 3; accepted is a divisor of num_attention_heads=4",
-    ),
+    "layers that are none": ([*CONVERT, "--tp", 2, "--layers", "all"], "--layers is 'all'; accepted is FIRST-LAST"),
+    "heads of a checkpoint": ([*CONVERT, "--tp", 3], "tp_size is 3; accepted is a divisor of num_attention_heads=4"),
     "no ranks": (
         ["convert", "mcore2hf", "{tmp}/absent", "{tmp}/t"],
         "absent; accepted is a folder with a .safetensors",
@@ -169,8 +148,8 @@ def test_a_bad_command_line_shows_the_usage_of_its_command(words: list[str], usa
 @pytest.mark.parametrize(
     ("library", "words", "extra"),
     [
-        ("jsonargparse", ["plan", "--config", FLASH, "--tp", 2, "--seq", 8], "cli"),
-        ("matplotlib", ["plan", "--config", FLASH, "--tp", 2, "--seq", 8, "--plot", "work.png"], "plot"),
+        ("jsonargparse", [*PLAN, "--seq", 8], "cli"),
+        ("matplotlib", [*PLAN, "--seq", 8, "--plot", "work.png"], "plot"),
         ("safetensors", ["convert", "hf2mcore", "{checkpoint}", "target", "--tp", 2], "hf"),
     ],
 )

@@ -11,8 +11,16 @@ from draw import poisoned
 from harness import RanksFailed, run_ranks
 from recorder import Recorder
 
-from mcore_dsa.collectives import SelectionGather, any_rank, gather_rows, gather_selection, group_rank, group_size
-from mcore_dsa.rows import PackWork, RowPartition
+from mcore_dsa.collectives import (
+    SelectionGather,
+    any_rank,
+    exchange_rows,
+    gather_rows,
+    gather_selection,
+    group_rank,
+    group_size,
+)
+from mcore_dsa.rows import PackWork, RowExchange, RowPartition
 
 SIZES = [1, 2, 3, 4]
 # Groups of a world of four: neighbours, and ranks that are none.
@@ -120,6 +128,35 @@ def test_no_group_is_a_group_of_one_without_communication() -> None:
 def test_a_bad_selection_is_refused(selection: torch.Tensor, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"selection_BOK .*accepted"):
         gather_selection(selection, RowPartition.contiguous(5, 1), None)
+
+
+def nothing_is_exchanged(group: Any) -> None:
+    ranks = group_size(group)
+    with Recorder() as log:
+        for partition in (RowPartition.zigzag(8 * ranks, ranks), RowPartition.replicated(8 * ranks, ranks)):
+            assert exchange_rows([], partition, group) == []
+        nothing = torch.zeros(0, 3)
+        for partition in (RowPartition.zigzag(0, ranks), RowPartition.replicated(0, ranks)):
+            assert exchange_rows([nothing], partition, group)[0].shape == (0, 3)
+    assert log.calls == []
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_tensors_and_no_rows_are_exchanged_without_a_collective(size: int) -> None:
+    run_ranks(in_world, size, nothing_is_exchanged)
+
+
+def test_rows_that_every_rank_owns_are_cut_into_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowExchange, "of", lambda *_: pytest.fail("runs that nobody sends"))
+    x = torch.randn(6, 2)
+    assert torch.equal(exchange_rows([x], RowPartition.replicated(6, 1), None)[0], x)
+
+
+def test_a_tensor_that_is_no_equal_part_is_named() -> None:
+    partition = RowPartition.contiguous(6, 1)
+    said = r"tensors\[1\] has shape \(5,\) and partition cuts 6 rows for 1 ranks; accepted are equal parts"
+    with pytest.raises(ValueError, match=said):
+        exchange_rows([torch.zeros(6), torch.zeros(5)], partition, None)
 
 
 def test_a_partition_for_another_group_is_refused() -> None:

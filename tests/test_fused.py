@@ -346,18 +346,21 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("cu_seqlens_kv", {"cu_seqlens_kv": torch.tensor([0, -2, 20])}),
     ("cu_seqlens_kv", {"cu_seqlens_kv": torch.tensor([0, 20], device="meta")}),
     ("cu_seqlens_kv", {"cu_seqlens_kv": [0, 20]}),
-    ("varlen_ends", {"varlen_starts": BOUNDS["varlen_starts"]}),
-    ("varlen_starts", {"varlen_ends": BOUNDS["varlen_ends"]}),
+    ("varlen_ends is None beside", {"varlen_starts": BOUNDS["varlen_starts"]}),
+    ("varlen_starts is None beside", {"varlen_ends": BOUNDS["varlen_ends"]}),
     ("varlen_starts", {**BOUNDS, "varlen_starts": ROWS[:19]}),
     ("varlen_ends", {**BOUNDS, "varlen_ends": ROWS[1:]}),
     ("varlen_starts", {**BOUNDS, "varlen_starts": BOUNDS["varlen_starts"].float()}),
     ("varlen_ends", {**BOUNDS, "varlen_ends": BOUNDS["varlen_ends"].view(1, 20)}),
     ("varlen_ends", {**BOUNDS, "varlen_ends": BOUNDS["varlen_ends"].to("meta")}),
-    ("varlen_starts", {**BOUNDS, "varlen_starts": BOUNDS["varlen_starts"] - 1}),
-    ("varlen_ends", {**BOUNDS, "varlen_ends": ROWS + 2}),
-    ("varlen_ends", {"varlen_starts": ROWS, "varlen_ends": ROWS - 1}),
-    ("varlen", {**BOUNDS, "cu_seqlens_kv": torch.tensor([0, 10, 20])}),
-    ("varlen", {"varlen_starts": ROWS // 5 * 5, "varlen_ends": ROWS + 1, "cu_seqlens_kv": torch.tensor([0, 20])}),
+    ("varlen_starts is -1 and varlen_ends 1 in row 0;", {**BOUNDS, "varlen_starts": BOUNDS["varlen_starts"] - 1}),
+    ("varlen_starts is 0 and varlen_ends 21 in row 19;", {**BOUNDS, "varlen_ends": ROWS + 2}),
+    ("varlen_starts is 0 and varlen_ends -1 in row 0;", {"varlen_starts": ROWS, "varlen_ends": ROWS - 1}),
+    ("varlen_starts is 0 and varlen_ends 11 in row 10;", {**BOUNDS, "cu_seqlens_kv": torch.tensor([0, 10, 20])}),
+    (
+        "varlen_starts is 5 and varlen_ends 6 in row 5;",
+        {"varlen_starts": ROWS // 5 * 5, "varlen_ends": ROWS + 1, "cu_seqlens_kv": torch.tensor([0, 20])},
+    ),
 ]
 
 
@@ -366,7 +369,7 @@ def test_bad_input_is_refused_by_name(name: str, changed: dict[str, Any]) -> Non
     good = {**inputs(20, 4, batch=2), "index_topk": 8, "pool_size": 4}
     fused_qk_topk_kpool(**good)
     fused_qk_topk_kpool(**good, **BOUNDS)
-    with pytest.raises((TypeError, ValueError), match=rf"(?s)\b{name}(\b|_).*accepted"):
+    with pytest.raises((TypeError, ValueError), match=rf"(?s)\b{name}(\b|_| ).*accepted"):
         fused_qk_topk_kpool(**{**good, **changed})
 
 
@@ -382,5 +385,5 @@ def test_bad_input_is_refused_by_name(name: str, changed: dict[str, Any]) -> Non
     ids=["window of 4", "cut back into a document", "chunks that overlap", "last row", "by one token"],
 )
 def test_starts_that_move_inside_a_document_are_refused(starts: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"varlen_starts moves .* accepted is one start a document"):
+    with pytest.raises(ValueError, match=r"varlen_starts is \d+ inside a document .*; accepted is one start"):
         fused_qk_topk_kpool(**inputs(20, 4), index_topk=8, pool_size=4, varlen_starts=starts, varlen_ends=ROWS + 1)

@@ -1,14 +1,12 @@
 """Pools against the loops of `reference.py`: where they lie, what they compress to, what they expand to."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 import torch
-from draw import Segments, layout_of, poisoned
+from draw import Segments, layout_of, poisoned, threads
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -36,16 +34,6 @@ def assert_same_layout(layout: PoolLayout, expected: PoolLayout) -> None:
     for field in fields(PoolLayout):
         got, want = getattr(layout, field.name), getattr(expected, field.name)
         assert torch.equal(got, want) if isinstance(want, Tensor) else got == want
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @given(segmentations(), POOL_SIZES, st.integers(0, 1000), st.sampled_from([torch.int32, torch.int64]))

@@ -36,13 +36,13 @@ def flip_a_weight(indexer: torch.nn.Module) -> None:
 CHANGES: dict[str, tuple[Any, str]] = {
     "numbers below the normal range": (
         lambda _: torch.set_flush_denormal(True),
-        "backend differs over the group: .* on ranks \\[0\\], .* on ranks \\[1\\]",
+        "backend is .* on ranks \\[0\\], .* on ranks \\[1\\]; accepted is the same on every rank",
     ),
     "a probe that fails with other threads": (
         lambda _: (torch.set_num_threads(2), setattr(TorchBackend, "fingerprint", staticmethod(refuse))),
         "rank 1: a score depends on its place in the tile",
     ),
-    "weights": (flip_a_weight, "weights differs over the group: '[0-9a-f]{16}' on ranks \\[0\\]"),
+    "weights": (flip_a_weight, "weights is '[0-9a-f]{16}' on ranks \\[0\\]"),
     "an indexer that learns": (
         lambda indexer: indexer.requires_grad_(True),
         "rank 1: requires_grad is True on the indexer's .*linear_wk.weight.*; accepted is False",
@@ -139,11 +139,17 @@ def test_no_field_that_reaches_a_result_is_missing_from_the_contract() -> None:
         assert set(ELSEWHERE) <= read
 
 
-def tell_of_replicas() -> list[str]:
+def warnings() -> list[str]:
+    """What the package warns of from now on."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mcore_dsa.megatron").addHandler(handler)
+    return lines
+
+
+def tell_of_replicas() -> list[str]:
+    lines = warnings()
     if parallel_state.get_data_parallel_rank() == 1:
         os.environ[OVERLAP_VARIABLE] = "0"
         # After the other replica: who comes second can say what differs.
@@ -159,7 +165,24 @@ def tell_of_replicas() -> list[str]:
 def test_data_parallel_replicas_with_other_settings_are_reported() -> None:
     told = megatron_ranks(tell_of_replicas, 4, tp=2, env=ON, timeout=TIMEOUT_S)
     assert [len(lines) for lines in told] == [0, 0, 1, 0]
-    assert f"{OVERLAP_VARIABLE}='False' here, {OVERLAP_VARIABLE}='True' on rank 0" in told[2][0]
+    assert f"{OVERLAP_VARIABLE} is 'False' here and 'True' on rank 0" in told[2][0]
+
+
+def train_without_a_store() -> list[str]:
+    def lost(*_: Any) -> Any:
+        raise dist.DistNetworkError("connection reset by peer")
+
+    dist.distributed_c10d._get_default_store = lost
+    lines, ids = warnings(), tokens()
+    gpt(config(num_layers=1))(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
+    return lines
+
+
+def test_a_lost_store_is_logged_and_ends_nothing() -> None:
+    first, second = megatron_ranks(train_without_a_store, 2, tp=2, env=ON, timeout=TIMEOUT_S)
+    assert len(first) == 1
+    assert first[0].endswith("not compared with those of other tensor-parallel groups: connection reset by peer")
+    assert second == []
 
 
 def saved_bytes() -> list[int]:

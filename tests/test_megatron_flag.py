@@ -238,7 +238,7 @@ DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
     (
         "set on some ranks",
         [ON, {PARTITION_VARIABLE: None}, ON],
-        [f"{PARTITION_VARIABLE} differs over the group: 'contiguous' on ranks [0, 2], 'off' on ranks [1]"],
+        [f"{PARTITION_VARIABLE} is 'contiguous' on ranks [0, 2], 'off' on ranks [1]"],
     ),
     (
         "two partitions",
@@ -248,13 +248,13 @@ DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
     (
         "score bytes",
         [{SCORE_BYTES_VARIABLE: "64MiB"}, {SCORE_BYTES_VARIABLE: "32MiB"}],
-        [f"{SCORE_BYTES_VARIABLE} differs", f"'{64 << 20}' on ranks [0]", f"'{32 << 20}' on ranks [1]"],
+        [f"{SCORE_BYTES_VARIABLE} is", f"'{64 << 20}' on ranks [0]", f"'{32 << 20}' on ranks [1]"],
     ),
-    ("attend bytes", [{}, {ATTEND_BYTES_VARIABLE: "1GiB"}], [f"{ATTEND_BYTES_VARIABLE} differs", "on ranks [1]"]),
+    ("attend bytes", [{}, {ATTEND_BYTES_VARIABLE: "1GiB"}], [f"{ATTEND_BYTES_VARIABLE} is", "on ranks [1]"]),
     ("bad bytes", [{}, {SCORE_BYTES_VARIABLE: "many"}], [f"rank 1: {SCORE_BYTES_VARIABLE} is 'many'"]),
-    ("topk", [ON, ON], [f"dsa_indexer_topk differs over the group: '{TOPK}' on ranks [0], '{2 * TOPK}' on ranks [1]"]),
-    ("tail", [ON, ON], ["dsa_indexer_kpool_always_select_tail differs", "'True' on ranks [0], 'False' on ranks [1]"]),
-    ("bits", [OFF, OFF], ["backend differs", "'torch, other bits' on ranks [1]"]),
+    ("topk", [ON, ON], [f"dsa_indexer_topk is '{TOPK}' on ranks [0], '{2 * TOPK}' on ranks [1]"]),
+    ("tail", [ON, ON], ["dsa_indexer_kpool_always_select_tail is", "'True' on ranks [0], 'False' on ranks [1]"]),
+    ("bits", [OFF, OFF], ["backend is", "'torch, other bits' on ranks [1]"]),
     (
         "few attend bytes",
         [ON, {**ON, ATTEND_BYTES_VARIABLE: "1KiB"}],
@@ -266,7 +266,7 @@ DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
         [f"rank 1: {SCORE_BYTES_VARIABLE} is 1024; accepted for this geometry is ", " or more"],
     ),
     ("tile", [OFF, OFF], ["rank 1: a score depends on its place in the tile"]),
-    ("later", [OFF, OFF], [f"{PARTITION_VARIABLE} differs", "'off' on ranks [0], 'contiguous' on ranks [1]"]),
+    ("later", [OFF, OFF], [f"{PARTITION_VARIABLE} is", "'off' on ranks [0], 'contiguous' on ranks [1]"]),
 ]
 
 

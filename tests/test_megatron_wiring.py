@@ -5,7 +5,6 @@ from typing import Any
 
 import megatron.core.models.gpt.experimental_attention_variant_module_specs as variant_specs
 import pytest
-import tiny_megatron
 import torch
 from harness import megatron_ranks
 from megatron.core import parallel_state
@@ -15,7 +14,7 @@ from megatron.core.transformer.experimental_attention_variant.absorbed_mla impor
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from models import ROWS, VOCAB, config, gpt, hybrid
+from models import ROWS, VOCAB, config, gpt, hybrid, stock_config, stock_gpt
 
 from mcore_dsa.megatron import check_wiring, spec, use_kpool_dsa
 from mcore_dsa.megatron.backend import LocalBackend
@@ -41,7 +40,7 @@ def wiring_faults() -> dict[str, str]:
     """What models say whose selection is Megatron's own."""
     said: dict[str, str] = {}
     cfg = config()
-    stock = tiny_megatron.gpt(tiny_megatron.config())
+    stock = stock_gpt(stock_config())
     said["stock"] = str([name for name, module in stock.named_modules() if isinstance(module, DSAttention)])
     said["built by somebody else"] = message(lambda: check_wiring(stock))
     said["nothing of it"] = message(lambda: check_wiring(torch.nn.Linear(1, 1)))

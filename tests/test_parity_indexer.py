@@ -7,8 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.glm5_next import modeling_glm5_next
-from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers_indexer import random_indexer
 
 from mcore_dsa.functions import compress_keys, select_pools
 from mcore_dsa.fused import fused_qk_topk_kpool
@@ -41,22 +40,10 @@ class Case:
 
 
 def build_indexer(pool_size: int, index_topk: int, tail: bool, heads: int, dim: int) -> torch.nn.Module:
-    config = Glm5NextTextConfig(
-        hidden_size=HIDDEN,
-        q_lora_rank=Q_LORA,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        qk_rope_head_dim=0,
-        index_n_heads=heads,
-        index_head_dim=dim,
-        index_topk=index_topk,
-        index_kpool=pool_size,
-        index_kpool_always_select_tail=tail,
+    indexer = random_indexer(
+        HIDDEN, Q_LORA, heads=heads, dim=dim, pool_size=pool_size, index_topk=index_topk, tail=tail
     )
-    indexer = modeling_glm5_next.Glm5NextTextIndexer(config, layer_idx=0)
     with torch.no_grad():
-        for parameter in indexer.parameters():
-            parameter.normal_()
         # A gate of about one unit a channel: tokens of a pool differ in weight, and none takes it all.
         indexer.index_kpool_compress_gate.mul_(HIDDEN**-0.5)
         # A large bias is common to all keys: a query against it in every head scores 0.0 for all pools, and torch.topk

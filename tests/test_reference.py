@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers.models.glm5_next import modeling_glm5_next
-from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers_indexer import random_indexer
 
 from mcore_dsa.reference import (
     reference_attention,
@@ -20,26 +19,6 @@ from mcore_dsa.reference import (
 )
 
 HEADS, DIM, HIDDEN, Q_LORA = 8, 16, 32, 24
-
-
-def build_indexer(pool_size: int, index_topk: int, *, always_select_tail: bool) -> torch.nn.Module:
-    config = Glm5NextTextConfig(
-        hidden_size=HIDDEN,
-        q_lora_rank=Q_LORA,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        qk_rope_head_dim=0,
-        index_n_heads=HEADS,
-        index_head_dim=DIM,
-        index_topk=index_topk,
-        index_kpool=pool_size,
-        index_kpool_always_select_tail=always_select_tail,
-    )
-    indexer = modeling_glm5_next.Glm5NextTextIndexer(config, layer_idx=0)
-    with torch.no_grad():
-        for parameter in indexer.parameters():
-            parameter.normal_()
-    return indexer
 
 
 def reference_token_ids(indexer, hidden_BSE, q_resid_BSQ, segments) -> torch.Tensor:
@@ -68,7 +47,9 @@ def reference_token_ids(indexer, hidden_BSE, q_resid_BSQ, segments) -> torch.Ten
 @pytest.mark.parametrize(("pool_size", "index_topk", "tail"), [(4, 16, True), (3, 12, False)])
 def test_equals_transformers_indexer(length: int, pool_size: int, index_topk: int, tail: bool) -> None:
     torch.manual_seed(length)
-    indexer = build_indexer(pool_size, index_topk, always_select_tail=tail)
+    indexer = random_indexer(
+        HIDDEN, Q_LORA, heads=HEADS, dim=DIM, pool_size=pool_size, index_topk=index_topk, tail=tail
+    )
     segments = [[(0, length)], [(length // 3, length)], [(0, (length + 1) // 2)]]
     valid = torch.zeros(len(segments), length, dtype=torch.bool)
     for sample, ((start, end),) in enumerate(segments):

@@ -120,8 +120,12 @@ class Agreement:
         number = newly_agreed(settings, self._tp_group)
         if not number or self._tp_group.rank() != 0:
             return
-        if differs := differing_replica(settings, number):
-            _log.warning("tensor-parallel groups run with different settings: %s", differs)
+        try:
+            if differs := differing_replica(settings, number):
+                _log.warning("tensor-parallel groups run with different settings: %s", differs)
+        except Exception as error:
+            # Whatever a store raises: training goes on without it, and this comparison is for the log alone.
+            _log.warning("settings are not compared with those of other tensor-parallel groups: %s", error)
         # Every tensor-parallel group agrees; what the first of them says holds for all.
         if torch.distributed.get_rank() != 0:
             return

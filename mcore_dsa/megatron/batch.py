@@ -107,14 +107,13 @@ def _packed_plan(packed: PackedSeqParams, rows: int, **sizes: Any) -> SelectionP
     lengths = _documents(packed, "cu_seqlens")
     if lengths is None:
         raise ValueError("packed_seq_params.cu_seqlens_q is None; accepted are cumulative lengths of the documents")
-    padded = _documents(packed, "cu_seqlens", "_padded")
-    last, tokens = int((lengths if padded is None else padded)[-1]), rows * sizes["cp_size"]
-    if last != tokens:
+    plan = SelectionPlan.packed(lengths, _documents(packed, "cu_seqlens", "_padded"), **sizes)
+    if (last := plan.layout.num_tokens) != (tokens := rows * sizes["cp_size"]):
         raise ValueError(
             f"the last padded cumulative length is {last}; accepted is the number of tokens, {tokens}: padding behind "
             "the last document belongs to its padded length"
         )
-    return SelectionPlan.packed(lengths, padded, **sizes)
+    return plan
 
 
 def _documents(packed: PackedSeqParams, name: str, suffix: str = "") -> Tensor | None:

@@ -156,7 +156,9 @@ class _SparseAttention(torch.autograd.Function):
         raise_if_unseen(unseen)
         if bool(disordered):
             raise ValueError("selection_BSK repeats or disorders pool ids; accepted are ascending ids, -1 behind them")
-        # Saved as tensors, bounds and layout too: what is changed in place before backward is then refused.
+        # Backward looks the tokens up once more. `ctx` could hold bounds and layout as objects; saved, they go by their
+        # versions, so that one that is written in place between the passes is an error and not a wrong gradient. The
+        # table of pools is saved for that alone: `call.layout` holds it.
         ctx.save_for_backward(
             q_SBHC,
             kv_LBC,

@@ -54,7 +54,7 @@ def slot_classes(bounds: RowBounds, *, budget: int, pool_size: int, tail_slots: 
         _, visible_BS = bounds.on_host
         filled_BS = visible_BS.clamp(max=budget)
         some_BS = (filled_BS > 0) | (bounds.tail_on_host > 0) if tail_slots else filled_BS > 0
-        class_BS = torch.bucketize(filled_BS, torch.tensor([pools for pools, _ in extents]))
+        class_BS = torch.bucketize(filled_BS, torch.tensor([pools for pools, _ in extents], device="cpu"))
         class_X = class_BS.masked_fill(~some_BS, len(extents)).T.flatten()
         counts = class_X.bincount(minlength=len(extents) + 1).tolist()
         item_X = class_X.argsort(stable=True).to(bounds.position_S.device)
