@@ -69,10 +69,10 @@ def read_corpus(paths: Sequence[str], *, max_bytes: int) -> Corpus:
     if not text:
         found = f", where these were left out: {', '.join(left_out)}" if left_out else ""
         raise ValueError(f"data is {list(paths)}{found}; accepted are files, or folders of files, that hold text")
-    tokens, files = np.frombuffer(bytes(text), dtype=np.uint8), np.array(starts, dtype=np.int64)
+    tokens, begins = np.frombuffer(bytes(text), dtype=np.uint8), np.array(starts, dtype=np.int64)
     digest = hashlib.sha256(tokens)
-    digest.update(files)
-    return Corpus(tokens=tokens, starts=files, digest=digest.hexdigest(), left_out=tuple(left_out))
+    digest.update(begins)
+    return Corpus(tokens=tokens, starts=begins, digest=digest.hexdigest(), left_out=tuple(left_out))
 
 
 def _existing(path: str) -> Path:

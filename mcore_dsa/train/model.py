@@ -17,7 +17,7 @@ from mcore_dsa.megatron import (
     kpool_dsa_gpt_model,
     kpool_dsa_hybrid_model,
 )
-from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.config import JobConfig, ModelConfig
 
 
 def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
@@ -32,16 +32,6 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
-    experts: dict[str, Any] = {}
-    if model.num_moe_experts is not None:
-        experts = {
-            "num_moe_experts": model.num_moe_experts,
-            "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-            "moe_router_topk": model.moe_router_topk,
-            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
-            # The other one wants CUDA.
-            "moe_token_dispatcher_type": "allgather",
-        }
     return KPoolDSATransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -79,8 +69,21 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         pipeline_dtype=dtype,
         bf16=training.dtype == "bf16",
         **recompute[training.recompute],
-        **experts,
+        **_experts(model),
     )
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if model.num_moe_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        # The other one wants CUDA.
+        "moe_token_dispatcher_type": "allgather",
+    }
 
 
 def build_chunks(config: JobConfig) -> list[DistributedDataParallel]:
