@@ -18,8 +18,8 @@ from train_runs import FLAG, tiny, trainer_of, whole
 from mcore_dsa.train.config import JobConfig
 
 # How far a gradient may lie from one rank's, in units of what a step in the last place of every weight does to it: both
-# are sums over the same products of relative errors of 2**-24. 2.2 at TP=4, 1.0 at TP=2, 0.5 at DP=2 (M); a pipeline
-# alone changes no sum, and no bit. Messages paired wrong are 3e7 of them.
+# are sums over the same products of relative errors of 2**-24. 2.2 at TP=4, 1.0 at TP=2, 0.5 at DP=2, 1.4 at most
+# with CP (M); a pipeline alone changes no sum, and no bit. Messages paired wrong are 3e7 of them.
 ROUNDINGS = 4.0
 
 COMMON = (
