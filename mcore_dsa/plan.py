@@ -154,13 +154,16 @@ class SelectionPlan:
         if cp_size == 1:
             position_S, order = torch.arange(rows, device=layout.device), None
         else:
-            held = [_context_rows(lengths, rank, cp_size) for rank in range(cp_size)]
+            held = [context_rows(lengths, rank, cp_size) for rank in range(cp_size)]
             position_S, order = held[cp_rank].to(layout.device), torch.cat(held).argsort().to(layout.device)
         return cls(layout, layout.bounds(position_S), owned, tp_rank, order)
 
 
-def _context_rows(lengths: Sequence[int], rank: int, size: int) -> Tensor:
-    """int64, the tokens that a context-parallel rank holds, in its order."""
+def context_rows(lengths: Sequence[int], rank: int, size: int) -> Tensor:
+    """int64, the tokens that a context-parallel rank holds, in its order, of documents of `lengths`, padding included.
+
+    Raises: ValueError for a length that is no multiple of `2 * size`.
+    """
     for document, length in enumerate(lengths):
         if length % (2 * size):
             raise ValueError(

@@ -136,6 +136,7 @@ def megatron_ranks(
     pp: int = 1,
     cp: int = 1,
     vp: int | None = None,
+    ep: int = 1,
     seed: int = 1234,
     without_patches: Collection[str] = (),
     **options: Any,
@@ -150,6 +151,7 @@ def megatron_ranks(
         "pipeline_model_parallel_size": pp,
         "context_parallel_size": cp,
         "virtual_pipeline_model_parallel_size": vp,
+        "expert_model_parallel_size": ep,
     }
     return run_ranks(_in_megatron, world_size, fn, args, sizes, seed, frozenset(without_patches), **options)
 

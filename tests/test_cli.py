@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from mcore_dsa import DsaGeometry
 from mcore_dsa.cli import main
-from mcore_dsa.cli.context import busiest_group
 from mcore_dsa.tp_plan import DsaTpPlan
-from mcore_dsa.work import best_partition, selection_work
+from mcore_dsa.work import CONTEXT_PARTITIONS, best_partition, selection_work
 
 ROOT = Path(__file__).parents[1]
 FLASH = str(ROOT / "configs" / "glm-5.3-flash.json")
@@ -128,30 +127,42 @@ def test_context_parallel_groups_count_as_row_by_row(halves: list[int], cp: int,
                 rows += [(document, chunk * half + token) for token in range(half)]
         groups.append(rows)
     busiest = max(groups, key=lambda rows: counted(geometry, lengths, rows)[1])
-    told = busiest_group(lengths, geometry, tp=tp, cp=cp)
+    told = {
+        kind: [
+            (rank.rows, rank.visible_pairs, rank.scored_pairs)
+            for rank in selection_work(lengths, geometry, group_size=tp, partition=kind, context_size=cp).ranks
+        ]
+        for kind in CONTEXT_PARTITIONS
+    }
     assert told["off"] == [(len(busiest), *counted(geometry, lengths, busiest))] * tp
     for kind, parts in (("contiguous", tp), ("zigzag", 2 * tp)):
         size = -(-len(busiest) // parts)
         slices = [busiest[part * size : (part + 1) * size] for part in range(parts)]
         shards = slices if kind == "contiguous" else [slices[rank] + slices[-1 - rank] for rank in range(tp)]
         assert told[kind] == [(len(shard), *counted(geometry, lengths, shard)) for shard in shards]
-    if cp == 1:
-        for kind, ranks in told.items():
-            work = selection_work(lengths, geometry, group_size=tp, partition=kind)
-            assert ranks == [(rank.rows, rank.visible_pairs, rank.scored_pairs) for rank in work.ranks]
 
 
-def test_context_parallelism_says_what_it_does_not_model() -> None:
-    selection = plan("--config", FLASH, "--tp", 4, "--cp", 4, "--seq", 65536)["selection"]
+def test_bytes_under_context_parallelism() -> None:
+    geometry, rows = DsaGeometry.from_config(FLASH), 65536
+    report = plan("--config", FLASH, "--tp", 4, "--cp", 4, "--seq", rows)
+    selection = report["selection"]
     assert selection["partitions"].keys() == {"off", "contiguous", "zigzag"}
-    assert (selection["best"], selection["partition"]) == (None, "contiguous")
-    for entry in selection["partitions"].values():
-        for rank in entry["ranks"]:
-            assert rank["received_bytes"] is rank["peak_bytes"] is None
-            assert rank["flops"] == 2 * 32 * 128 * rank["scored_pairs"]
-    assert sum(rank["rows"] for rank in selection["partitions"]["zigzag"]["ranks"]) == 65536 // 4
-    _, out, _ = command("plan", "--config", FLASH, "--tp", 4, "--cp", 4, "--seq", 65536)
-    assert out.splitlines()[-1].split()[-2:] == ["-", "-"]
+    assert selection["best"] == selection["partition"] == "zigzag"
+    key_row, ids = 2 * 2 * geometry.index_head_dim, 4 * geometry.pool_budget
+    for rank in selection["partitions"]["contiguous"]["ranks"]:
+        # Keys and gates of all other ranks' rows, and the selections of this group's, in pieces with their numbers.
+        assert rank["received_bytes"] == (rows - rows // 16) * key_row + 3 * (rows // 16 + 4) * ids
+        assert rank["peak_bytes"] > 2 * rows * key_row
+        assert rank["flops"] == 2 * 32 * 128 * rank["scored_pairs"]
+    assert sum(rank["rows"] for rank in selection["partitions"]["zigzag"]["ranks"]) == rows // 4
+    latents = 2 * geometry.kv_lora_rank * rows
+    assert report["latents"] == {
+        "received_bytes": 3 * latents // 4,
+        "held_bytes": latents,
+        "saved_bytes": latents // 4,
+    }
+    _, out, _ = command("plan", "--config", FLASH, "--tp", 4, "--cp", 4, "--seq", rows)
+    assert out.splitlines()[-1].split() == [f"{size:,}" for size in report["latents"].values()]
 
 
 def test_the_picture_shows_each_rank_under_each_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def build(config: JobConfig) -> Loaded:
     handler, logger = _Messages(), logging.getLogger("mcore_dsa.train.pretrained")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    without = Trainer(config, job.windows, torch.device("cpu"))
-    trainer = Trainer(config, job.windows, torch.device("cpu"), pretrained=job.pretrained)
+    without = Trainer(config, job.samples, torch.device("cpu"))
+    trainer = Trainer(config, job.samples, torch.device("cpu"), pretrained=job.pretrained)
     result = Loaded(parallel_state.get_tensor_model_parallel_rank(), [], [], set(), set(), handler.taken)
     for number, (chunk, other) in enumerate(zip(trainer.chunks, without.chunks, strict=True)):
         layers: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}

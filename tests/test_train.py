@@ -90,6 +90,11 @@ SPREADS = {
     "dp2": (2, "--parallel.tensor 1"),
     "tp2_dp2_bf16": (4, "--training.dtype bf16"),
     "tp2_hybrid": (2, "--model.host hybrid --model.hybrid_layer_pattern D-D- --model.num_layers 4"),
+    "ep2_packed": (
+        2,
+        "--parallel.tensor 1 --parallel.expert 2 --model.num_moe_experts 4 --model.moe_router_topk 2"
+        " --model.moe_ffn_hidden_size 32 --model.moe_aux_loss_coeff 0.01 --pack --training.micro_batch_size 1",
+    ),
     "pp2_vp2": (2, "--parallel.tensor 1 --parallel.pipeline 2 --parallel.virtual_pipeline 2 --model.num_layers 4"),
 }
 
@@ -119,7 +124,7 @@ def test_every_sample_is_read_once_and_a_resumed_run_goes_on_with_the_next(tmp_p
 
 
 def run_and_record_samples(config: JobConfig) -> list[int]:
-    from mcore_dsa.train.data import Windows
+    from mcore_dsa.train.samples import Windows
 
     samples = []
     read = Windows.__getitem__
@@ -181,7 +186,24 @@ def test_resuming_refuses_another_run(tmp_path: Path) -> None:
     assert [line.partition(" is ")[0] for line in lines] == fields
     assert f"accepted to resume {tmp_path}" in lines[1]
     assert lines[1].endswith(" is 0.1")
+    with pytest.raises(ValueError, match="accepted to resume") as refused:
+        prepare(tiny(tmp_path, "--resume --pack --training.micro_batch_size 1"), 2)
+    assert [line.partition(" is ")[0] for line in str(refused.value).splitlines()] == [
+        "document_multiple",
+        "pack",
+        "training.micro_batch_size",
+    ]
     prepare(tiny(tmp_path, "--resume --training.steps 3"), 2)
+
+
+def test_resuming_refuses_other_expert_parallel_ranks(tmp_path: Path) -> None:
+    from mcore_dsa.train.checkpointing import Checkpoint, resume_faults, run_fields
+
+    config = tiny(tmp_path)
+    saved = Checkpoint(folder=tmp_path, step=1, run=run_fields(config, ""), layout={"expert": 1})
+    assert resume_faults(saved, config, "") == []
+    (fault,) = resume_faults(replace(saved, layout={"expert": 2}), config, "")
+    assert fault.startswith(f"parallel.expert is 1; accepted to resume {tmp_path} is 2: ")
 
 
 def test_a_run_continues_under_another_spread_but_not_to_the_last_bit(tmp_path: Path) -> None:

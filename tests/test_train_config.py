@@ -8,8 +8,11 @@ import yaml
 from train_runs import FLAG, ROOT, tiny
 
 from mcore_dsa.train.config import parse_config
+from mcore_dsa.train.faults import faults_of
 
 HYBRID = "--model.host hybrid --model.num_layers 4 --model.hybrid_layer_pattern"
+MOE = "--model.num_moe_experts 4 --model.moe_router_topk 2 --model.moe_ffn_hidden_size 32 --model.moe_aux_loss_coeff 0"
+PACK = "--pack --training.micro_batch_size 1"
 RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml"))
 
 
@@ -18,9 +21,8 @@ def test_every_configuration_states_a_whole_run(path: Path) -> None:
     config = parse_config(["--config", str(path)])
     written = yaml.safe_load(path.read_text())
     assert asdict(config) == written
-    ranks = config.parallel.tensor * config.parallel.pipeline
-    assert config.faults(ranks) == []
-    assert config.faults(2 * ranks) == []
+    assert faults_of(config, config.model_ranks) == []
+    assert faults_of(config, 2 * config.model_ranks) == []
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,12 @@ def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("options", "ranks", "fault"),
     [
-        ("", 3, "the number of ranks is 3; accepted is a multiple of parallel.tensor * parallel.pipeline, 2"),
+        (
+            "",
+            3,
+            "the number of ranks is 3; accepted is a multiple of parallel.tensor * parallel.pipeline * "
+            "parallel.context, 2",
+        ),
         ("--parallel.tensor 3", 3, "model.num_attention_heads is 4; accepted is a multiple of parallel.tensor, 3"),
         ("--model.ffn_hidden_size 63", 2, "model.ffn_hidden_size is 63; accepted is a multiple of parallel.tensor, 2"),
         (
@@ -89,8 +96,8 @@ def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
             "model.hybrid_layer_pattern is 'D-'; accepted with model.host gpt is null",
         ),
         (f"{HYBRID}='D-D' --model.num_layers 4", 2, "is 'D-D'; accepted is one of model.num_layers letters, 4"),
-        (f"{HYBRID}='D*D-'", 2, "is 'D*D-'; accepted are the letters 'D', at least once, and '-'"),
-        (f"{HYBRID}='----'", 2, "is '----'; accepted are the letters 'D', at least once, and '-'"),
+        (f"{HYBRID}='D*D-'", 2, "is 'D*D-'; accepted are the letters 'D', at least once, '-' and 'E'"),
+        (f"{HYBRID}='----'", 2, "is '----'; accepted are the letters 'D', at least once, '-' and 'E'"),
         (f"{HYBRID}='D-|D-'", 2, "accepted is one of parallel.pipeline * parallel.virtual_pipeline parts, 1"),
         (
             f"{HYBRID}='D-D-' --parallel.pipeline 2",
@@ -102,6 +109,41 @@ def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
             4,
             "accepted is one of parallel.pipeline * parallel.virtual_pipeline",
         ),
+        ("--parallel.context 2", 2, "the number of ranks is 2; accepted is a multiple of"),
+        (
+            "--parallel.context 2 --parallel.tensor 3 --model.num_attention_heads 6 --model.ffn_hidden_size 66",
+            6,
+            "training.sequence_length is 32; accepted is a multiple of 2 * parallel.context and of parallel.tensor * "
+            "parallel.context, 12",
+        ),
+        ("--pack", 2, "training.micro_batch_size is 2; accepted with pack true is 1"),
+        (f"{PACK} --document_multiple 6", 2, "training.sequence_length is 32; accepted with pack true is a multiple"),
+        (
+            f"{PACK} --document_multiple 2 --parallel.context 2",
+            4,
+            "document_multiple is 2; accepted is a multiple of 2 * parallel.context, 4",
+        ),
+        ("--parallel.expert 2", 4, "parallel.expert is 2; accepted with model.num_moe_experts null is 1"),
+        (
+            "--model.moe_router_topk 2",
+            2,
+            "model.moe_router_topk is 2; accepted with model.num_moe_experts null",
+        ),
+        ("--model.num_moe_experts 4 --model.moe_router_topk 2 --model.moe_aux_loss_coeff 0", 2, "moe_ffn_hidden_size"),
+        (f"{MOE} --model.moe_router_topk 5", 2, "model.moe_router_topk is 5; accepted is at most"),
+        (f"{MOE} --model.moe_ffn_hidden_size 3", 2, "model.moe_ffn_hidden_size is 3; accepted is a multiple of"),
+        (
+            f"{MOE} --parallel.expert 2",
+            2,
+            "parallel.expert is 2; accepted is a divisor of model.num_moe_experts, 4",
+        ),
+        (
+            f"{MOE} --parallel.expert 3",
+            6,
+            "parallel.expert is 3; accepted is a divisor of model.num_moe_experts, 4",
+        ),
+        (f"{HYBRID}='D-DE'", 2, "'D-DE'; accepted with model.num_moe_experts null is one without 'E'"),
+        (f"{MOE} {HYBRID}='D-D-'", 2, "'D-D-'; accepted with model.num_moe_experts given is one with 'E'"),
         ("--training.min_lr 1", 2, "training.min_lr is 1.0; accepted is at most training.lr"),
         ("--training.warmup_steps 4", 2, "training.warmup_steps is 4; accepted is less than the 4 steps"),
         ("--model.hidden_dropout 1", 2, "model.hidden_dropout is 1.0; accepted is a number in [0, 1)"),
@@ -119,7 +161,7 @@ def test_values_that_cannot_run_are_refused_with_what_is_accepted(
     from mcore_dsa.train.job import prepare
 
     config = tiny(tmp_path, options)
-    assert [fault in line for line in config.faults(ranks)].count(True) == 1
+    assert [fault in line for line in faults_of(config, ranks)].count(True) == 1
     # Without a process group: nothing is sent before the run is known to be possible.
     with pytest.raises(ValueError, match="accepted") as refused:
         prepare(config, ranks)
@@ -127,8 +169,8 @@ def test_values_that_cannot_run_are_refused_with_what_is_accepted(
 
 
 def test_all_faults_come_at_once(tmp_path: Path) -> None:
-    faults = tiny(tmp_path, "--training.min_lr 1 --training.warmup_steps 9 --training.sequence_length 31").faults(2)
-    assert len(faults) == 3
+    config = tiny(tmp_path, "--training.min_lr 1 --training.warmup_steps 9 --training.sequence_length 31")
+    assert len(faults_of(config, 2)) == 3
 
 
 def test_what_the_attention_refuses_is_refused_before_it_starts(tmp_path: Path) -> None:

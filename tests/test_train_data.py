@@ -16,11 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_runs import tiny
 
-from mcore_dsa.train.data import Corpus, Windows, micro_batches, read_corpus
+from mcore_dsa.train.data import Corpus, read_corpus
+from mcore_dsa.train.samples import Place, Windows, micro_batches
 
 
 def corpus_of(tokens: np.ndarray) -> Corpus:
-    return Corpus(tokens=tokens.astype(np.uint8), digest="", files=1)
+    return Corpus(tokens=tokens.astype(np.uint8), starts=np.zeros(1, dtype=np.int64), digest="")
+
+
+def window(windows: Windows, sample: int) -> bytes:
+    """Its tokens and the last label."""
+    found = windows[sample]
+    assert np.array_equal(found.tokens[1:], found.labels[:-1])
+    assert found.is_counted.all()
+    assert found.lengths == found.padded == (len(found.tokens),)
+    return found.tokens.tobytes() + found.labels[-1:].tobytes()
 
 
 def windows_over(length: int, *, sequence_length: int, seed: int) -> Windows:
@@ -40,7 +50,7 @@ def test_every_epoch_holds_every_window_once(length: int, sequence_length: int, 
     assert len(windows) == len(expected)
     for epoch in range(3):
         samples = range(epoch * len(windows), (epoch + 1) * len(windows))
-        assert sorted(windows[sample].tobytes() for sample in samples) == expected
+        assert sorted(window(windows, sample) for sample in samples) == expected
 
 
 @given(
@@ -52,12 +62,12 @@ def test_a_sample_does_not_depend_on_what_was_read_before(seed: int, samples: li
     windows = windows_over(count * 8 + 1, sequence_length=8, seed=seed)
     for sample in samples:
         fresh = windows_over(count * 8 + 1, sequence_length=8, seed=seed)
-        assert np.array_equal(windows[sample], fresh[sample])
+        assert window(windows, sample) == window(fresh, sample)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = {
-        tuple(windows[epoch * 50 + place].tobytes() for place in range(50))
+        tuple(window(windows, epoch * 50 + place) for place in range(50))
         for seed in (0, 1)
         for windows in [windows_over(401, sequence_length=8, seed=seed)]
         for epoch in (0, 1)
@@ -68,7 +78,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_the_order_is_the_same_in_every_version_of_numpy() -> None:
     """A run resumed after an upgrade has to go on with the samples it would have had."""
     windows = Windows(corpus_of(np.arange(201)), sequence_length=2, seed=1234)
-    assert [int(windows[sample][0]) for sample in (0, 1, 2, 100, 101, 102)] == [74, 28, 170, 42, 78, 64]
+    assert [int(windows[sample].tokens[0]) for sample in (0, 1, 2, 100, 101, 102)] == [74, 28, 170, 42, 78, 64]
 
 
 @given(
@@ -90,16 +100,17 @@ def test_a_step_reads_its_own_samples_once_over_all_ranks(
             first_sample=first,
             micro_batch_size=micro_batch_size,
             count=count,
-            data_parallel_rank=rank,
-            data_parallel_size=data_parallel_size,
+            place=Place(data_rank=rank, data_size=data_parallel_size, context_rank=0, context_size=1),
             device=torch.device("cpu"),
         ):
-            assert batch.tokens_BS.shape == (micro_batch_size, 5)
-            assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
-            assert torch.equal(batch.tokens_BS[:, 1:], batch.labels_BS[:, :-1])
-            assert batch.positions_BS.tolist() == [[0, 1, 2, 3, 4]] * micro_batch_size
-            read += torch.cat([batch.tokens_BS, batch.labels_BS[:, -1:]], dim=1).tolist()
-    assert sorted(read) == sorted(windows[first + sample].tolist() for sample in range(global_batch_size))
+            assert batch.tokens_BL.shape == (micro_batch_size, 5)
+            assert batch.tokens_BL.dtype == batch.labels_BL.dtype == torch.int64
+            assert torch.equal(batch.tokens_BL[:, 1:], batch.labels_BL[:, :-1])
+            assert batch.positions_BL.tolist() == [[0, 1, 2, 3, 4]] * micro_batch_size
+            assert batch.packed is None
+            assert batch.is_counted_BL.all()
+            read += torch.cat([batch.tokens_BL, batch.labels_BL[:, -1:]], dim=1).tolist()
+    assert sorted(read) == sorted(list(window(windows, first + sample)) for sample in range(global_batch_size))
 
 
 def test_a_corpus_shorter_than_a_window_is_refused() -> None:
@@ -139,6 +150,29 @@ def test_the_limit_of_bytes_is_kept_exactly(folder: Path) -> None:
     for limit in range(1, len(whole) + 3):
         corpus = read_corpus([str(folder)], max_bytes=limit)
         assert corpus.tokens.tobytes() == whole[:limit]
+
+
+def test_every_file_begins_where_its_text_does(folder: Path) -> None:
+    (folder / "empty.txt").touch()
+    whole = [b"a\0", b"bb\0", b"\0", b"z\0", b"ccc"]
+    for limit in range(1, 12):
+        corpus = read_corpus([str(folder)], max_bytes=limit)
+        parts = [part.tobytes() for part in np.split(corpus.tokens, corpus.starts)[1:]]
+        assert corpus.files == len(parts)
+        # The last one is cut, down to nothing where the limit ends behind a separator.
+        assert [*parts[:-1], whole[len(parts) - 1][: len(parts[-1])]] == [*whole[: len(parts) - 1], parts[-1]]
+        assert b"".join(parts) == corpus.tokens.tobytes()
+
+
+def test_the_digest_follows_where_files_begin(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one/a").write_text("a\0b")
+    (tmp_path / "two/a").write_text("a")
+    (tmp_path / "two/b").write_text("b")
+    one, two = (read_corpus([str(tmp_path / name)], max_bytes=9) for name in ("one", "two"))
+    assert one.tokens.tobytes() == two.tokens.tobytes()
+    assert one.digest != two.digest
 
 
 def test_the_digest_follows_the_text_alone(folder: Path) -> None:

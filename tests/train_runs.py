@@ -1,5 +1,6 @@
 """Runs of the training job on a tiny model, for tests."""
 
+import inspect
 import json
 import shlex
 from dataclasses import asdict
@@ -29,6 +30,14 @@ TINY = shlex.split("""
 def tiny(run_dir: Path, *options: str) -> JobConfig:
     arguments = ["--config", str(ROOT / "configs/tiny_tp2.yaml"), *TINY, "--run_dir", str(run_dir)]
     return parse_config([*arguments, *shlex.split(" ".join(options))])
+
+
+def write_files(folder: Path, *, count: int = 120) -> Path:
+    """The paragraphs of a module of the standard library as files of their own, one of them empty and one a byte."""
+    folder.mkdir()
+    for number, text in enumerate(["", "x", *Path(inspect.__file__).read_text().split("\n\n")][:count]):
+        (folder / f"{number:03}.txt").write_text(text)
+    return folder
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -66,7 +75,7 @@ def trainer_of(config: JobConfig) -> tuple[Any, str]:
     from mcore_dsa.train.loop import Trainer
 
     job = prepare(config, torch.distributed.get_world_size())
-    return Trainer(config, job.windows, torch.device("cpu")), job.corpus.digest
+    return Trainer(config, job.samples, torch.device("cpu")), job.corpus.digest
 
 
 def whole(name: str, parameter: nn.Parameter, shard: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
 
-from mcore_dsa.cli.context import CONTEXT_PARTITIONS, busiest_group
 from mcore_dsa.cli.outcome import WIDTH, Outcome, table
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
 from mcore_dsa.settings import Partition
 from mcore_dsa.tp_plan import DsaTpPlan
-from mcore_dsa.work import best_partition, selection_work
+from mcore_dsa.work import CONTEXT_PARTITIONS, best_partition, selection_work
 
 type Report = dict[str, Any]
 
@@ -22,6 +21,8 @@ type Report = dict[str, Any]
 _OFF: Partition = "off"
 # Pool ids are int32, so that a pack has fewer pools than this.
 _POOLS = 2**31
+# An element of the latents in BF16.
+_LATENT_BYTES = 2
 
 
 def plan(
@@ -43,6 +44,7 @@ def plan(
         "documents": len(lengths),
         **_weights(geometry, tp),
         "selection": _selection(geometry, lengths, tp, cp, partition),
+        "latents": _latents(geometry, seq, cp),
     }
     if plot is not None:
         _draw(report["selection"], plot)
@@ -93,43 +95,34 @@ def _weights(geometry: DsaGeometry, tp: int) -> Report:
 
 
 def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, partition: Partition | None) -> Report:
-    best = None
-    if cp == 1:
-        best = best_partition(lengths, geometry, group_size=tp)
-        ranks = {kind: _ranks(geometry, lengths, tp, kind) for kind in get_args(Partition)}
-    elif partition is None or partition in CONTEXT_PARTITIONS:
-        ranks = _context_ranks(geometry, lengths, tp, cp)
-    else:
-        accepted = " and ".join(CONTEXT_PARTITIONS)
+    kinds = get_args(Partition) if cp == 1 else CONTEXT_PARTITIONS
+    if partition is not None and partition not in kinds:
+        accepted = " and ".join(kinds)
         raise ValueError(f"--partition is {partition}; accepted are, with --cp {cp}, {accepted}")
+    uneven = [length for length in lengths if cp > 1 and length % (2 * cp)]
+    if uneven:
+        raise ValueError(f"a document is {uneven[0]} tokens; accepted is, with --cp {cp}, a multiple of {2 * cp}")
+    best = best_partition(lengths, geometry, group_size=tp, context_size=cp)
+    ranks = {
+        kind: [
+            asdict(rank)
+            for rank in selection_work(lengths, geometry, group_size=tp, partition=kind, context_size=cp).ranks
+        ]
+        for kind in kinds
+    }
     unsharded = max(rank["flops"] for rank in ranks[_OFF])
     return {
         "best": best,
-        "partition": partition or best or "contiguous",
+        "partition": partition or best,
         "partitions": {kind: _of_partition(of_ranks, unsharded) for kind, of_ranks in ranks.items()},
     }
 
 
-def _ranks(geometry: DsaGeometry, lengths: Sequence[int], tp: int, kind: Partition) -> list[Report]:
-    return [asdict(rank) for rank in selection_work(lengths, geometry, group_size=tp, partition=kind).ranks]
-
-
-def _context_ranks(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int) -> dict[Partition, list[Report]]:
-    pair_flops = 2 * geometry.index_n_heads * geometry.index_head_dim
-    return {
-        kind: [
-            {
-                "rows": rows,
-                "visible_pairs": visible,
-                "scored_pairs": scored,
-                "flops": pair_flops * scored,
-                "received_bytes": None,
-                "peak_bytes": None,
-            }
-            for rows, visible, scored in ranks
-        ]
-        for kind, ranks in busiest_group(lengths, geometry, tp=tp, cp=cp).items()
-    }
+def _latents(geometry: DsaGeometry, seq: int, cp: int) -> Report:
+    """What attention takes of a layer's latents: backward keeps a context-parallel rank's own, and gathers anew."""
+    held = seq * geometry.kv_lora_rank * _LATENT_BYTES
+    own = held // cp
+    return {"received_bytes": held - own, "held_bytes": held, "saved_bytes": own}
 
 
 def _of_partition(ranks: Sequence[Report], unsharded: int) -> Report:
@@ -148,7 +141,12 @@ def _text(report: Report) -> str:
     documents = f"{report['documents']:,} document{'s' if report['documents'] != 1 else ''}"
     title = f"{report['config']}: TP {report['tp']}, CP {report['cp']}, {report['seq']:,} tokens in {documents}"
     return "\n\n".join(
-        [fill(title, WIDTH, break_long_words=False), *_weights_text(report), *_selection_text(report["selection"])]
+        [
+            fill(title, WIDTH, break_long_words=False),
+            *_weights_text(report),
+            *_selection_text(report["selection"]),
+            _latents_text(report["latents"]),
+        ]
     )
 
 
@@ -181,7 +179,7 @@ def _selection_text(selection: Report) -> list[str]:
             _figure(entry["busiest_flops"]),
             f"{entry['busiest_over_mean']:.3f}",
             f"{_figure(entry['saved_flops'])} ({entry['saved_share']:.1%})",
-            *(_greatest(entry["ranks"], key) for key in ("received_bytes", "peak_bytes")),
+            *(max(rank[key] for rank in entry["ranks"]) for key in ("received_bytes", "peak_bytes")),
         )
         for name, entry in selection["partitions"].items()
     ]
@@ -198,12 +196,16 @@ def _selection_text(selection: Report) -> list[str]:
     ]
 
 
+def _latents_text(latents: Report) -> str:
+    sizes = (latents["received_bytes"], latents["held_bytes"], latents["saved_bytes"])
+    titles = ("bytes received in each", "held in each", "saved in between")
+    return "Latents of a layer in BF16, gathered over context parallelism in forward and in backward\n" + table(
+        titles, [sizes], text_columns=0
+    )
+
+
 def _figure(flops: int) -> str:
     return f"{flops:.3e}"
-
-
-def _greatest(ranks: Sequence[Report], key: str) -> int | None:
-    return None if ranks[0][key] is None else max(rank[key] for rank in ranks)
 
 
 def _draw(selection: Report, path: str) -> None:

@@ -5,7 +5,7 @@ belongs to. `<run_dir>/checkpoints/latest` names the newest complete one. It is 
 else is written, so that a checkpoint cut short is never taken for a complete one.
 
 Weights and optimizer state are stored by their place in the whole model: a run can continue under another tensor-,
-pipeline- or data-parallel size. It is then no longer the same to the last bit, and random states start anew.
+pipeline-, context- or data-parallel size. It is then no longer the same to the last bit, and random states start anew.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def run_fields(config: JobConfig, corpus_digest: str) -> dict[str, Any]:
     fields = {f"model.{name}": value for name, value in asdict(config.model).items()}
     fields |= {f"training.{name}": value for name, value in asdict(config.training).items() if name != "steps"}
     # Null follows training.steps, and a longer run would have another schedule.
-    return fields | {"training.decay_steps": config.training.lr_decay_steps, "digest of data": corpus_digest}
+    fields |= {"training.decay_steps": config.training.lr_decay_steps, "digest of data": corpus_digest}
+    fields["pack"] = config.pack
+    return fields | ({"document_multiple": config.document_multiple} if config.pack else {})
 
 
 def latest_checkpoint(run_dir: Path) -> Checkpoint:
@@ -83,6 +85,12 @@ def resume_faults(checkpoint: Checkpoint, config: JobConfig, corpus_digest: str)
         for name in sorted(run.keys() | checkpoint.run.keys())
         if run.get(name) != checkpoint.run.get(name)
     ]
+    expert = checkpoint.layout["expert"]
+    if config.parallel.expert != expert:
+        faults.append(
+            f"parallel.expert is {config.parallel.expert}; accepted to resume {checkpoint.folder} is {expert}: "
+            "Megatron stores the optimizer's state of experts by their ranks"
+        )
     if config.training.steps <= checkpoint.step:
         faults.append(
             f"training.steps is {config.training.steps}; accepted to resume {checkpoint.folder} is an integer > "

@@ -26,11 +26,15 @@ class ModelConfig:
 
     Attributes:
         host: Megatron's model class around the attention, GPTModel or HybridModel.
-        hybrid_layer_pattern: HybridModel's pattern, one letter a layer ('D' attention, '-' MLP) and '|' between the
-            pipeline's chunks; null with host gpt.
+        hybrid_layer_pattern: HybridModel's pattern, one letter a layer ('D' attention, '-' MLP, 'E' experts) and '|'
+            between the pipeline's chunks; null with host gpt.
         num_layers: transformer layers; with host hybrid the letters of the pattern.
         hidden_size: channels of a hidden row.
         ffn_hidden_size: channels inside an MLP.
+        num_moe_experts: experts of a mixture, in every layer with host gpt; null for dense MLPs.
+        moe_ffn_hidden_size: channels inside an expert, null without experts.
+        moe_router_topk: experts that a token goes to, null without experts.
+        moe_aux_loss_coeff: weight of the loss that balances the experts' load, null without experts.
         num_attention_heads: attention heads.
         q_lora_rank: channels of the compressed query.
         kv_lora_rank: channels of the latent that stands for keys and values.
@@ -52,6 +56,10 @@ class ModelConfig:
     num_layers: PositiveInt
     hidden_size: PositiveInt
     ffn_hidden_size: PositiveInt
+    num_moe_experts: PositiveInt | None
+    moe_ffn_hidden_size: PositiveInt | None
+    moe_router_topk: PositiveInt | None
+    moe_aux_loss_coeff: NonNegativeFloat | None
     num_attention_heads: PositiveInt
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
@@ -76,11 +84,15 @@ class ParallelConfig:
         tensor: tensor-parallel ranks; sequence parallelism is on whenever there is more than one.
         pipeline: pipeline stages.
         virtual_pipeline: model chunks on each pipeline rank (interleaved schedule), null for one.
+        context: context-parallel ranks; each holds two of the 2 * context equal parts of every sequence or document.
+        expert: expert-parallel ranks, out of the context- and data-parallel ones.
     """
 
     tensor: PositiveInt
     pipeline: PositiveInt
     virtual_pipeline: PositiveInt | None
+    context: PositiveInt
+    expert: PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +173,9 @@ class JobConfig:
         run_dir: folder of everything that the run writes.
         data: files or folders to train on, empty for the sources of Python's standard library.
         max_data_bytes: bytes of them to read at most.
+        pack: whether a sample holds whole files, one after the other, that do not attend to each other, or a window of
+            one text.
+        document_multiple: tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.
         resume: whether to continue from the latest checkpoint in run_dir.
         compare_unsharded: whether to run the same steps again with the indexer unsharded and compare every loss.
         load_hf: folder of a Hugging Face checkpoint whose DSA layers give the model's attention its initial weights,
@@ -170,6 +185,8 @@ class JobConfig:
     run_dir: str
     data: list[str]
     max_data_bytes: PositiveInt
+    pack: bool
+    document_multiple: PositiveInt
     resume: bool
     compare_unsharded: bool
     load_hf: str | None
@@ -185,119 +202,19 @@ class JobConfig:
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor
         return int(-(-BYTE_VALUES // multiple) * multiple)
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that share one sample."""
+        return int(self.parallel.tensor * self.parallel.pipeline * self.parallel.context)
+
     def data_parallel_size(self, world_size: int) -> int:
-        """Data-parallel ranks among `world_size` ranks, which `faults` has accepted."""
-        return int(world_size // (self.parallel.tensor * self.parallel.pipeline))
+        """Ranks among `world_size`, which `faults_of` has accepted, that read samples of their own."""
+        return int(world_size // self.model_ranks)
 
     def micro_batches(self, world_size: int) -> int:
         """Micro batches of one data-parallel rank in one step."""
         samples = self.training.micro_batch_size * self.data_parallel_size(world_size)
         return int(self.training.global_batch_size // samples)
-
-    def faults(self, world_size: int) -> list[str]:
-        """One line for each value that cannot run on `world_size` ranks, naming field, value and what is accepted.
-
-        Limits of a single field are in its type; what the attention accepts is up to its own configuration class.
-        """
-        ranks = self.parallel.tensor * self.parallel.pipeline
-        if world_size % ranks:
-            return [
-                f"the number of ranks is {world_size}; accepted is a multiple of parallel.tensor * parallel.pipeline, "
-                f"{ranks}"
-            ]
-        return [*self._divisibility_faults(world_size), *self._pipeline_faults(world_size), *self._other_faults()]
-
-    def _divisibility_faults(self, world_size: int) -> list[str]:
-        model, parallel, training = self.model, self.parallel, self.training
-        samples = training.micro_batch_size * self.data_parallel_size(world_size)
-        rules = [
-            ("model.num_attention_heads", model.num_attention_heads, parallel.tensor, "parallel.tensor"),
-            ("model.ffn_hidden_size", model.ffn_hidden_size, parallel.tensor, "parallel.tensor"),
-            ("training.sequence_length", training.sequence_length, parallel.tensor, "parallel.tensor"),
-            (
-                "training.global_batch_size",
-                training.global_batch_size,
-                samples,
-                "training.micro_batch_size * data-parallel ranks",
-            ),
-        ]
-        if model.host == "gpt":
-            chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
-            rules.append(
-                ("model.num_layers", model.num_layers, chunks, "parallel.pipeline * parallel.virtual_pipeline")
-            )
-        return [
-            f"{name} is {value}; accepted is a multiple of {factor_name}, {factor}"
-            for name, value, factor, factor_name in rules
-            if value % factor
-        ]
-
-    def _pipeline_faults(self, world_size: int) -> list[str]:
-        chunks, stages = self.parallel.virtual_pipeline, self.parallel.pipeline
-        if chunks is None:
-            return []
-        if stages == 1:
-            return [f"parallel.virtual_pipeline is {chunks}; accepted with parallel.pipeline 1 is null"]
-        if chunks == 1:
-            return ["parallel.virtual_pipeline is 1; accepted is null, or an integer >= 2"]
-        batches = self.micro_batches(world_size)
-        if batches == 0 or batches % stages:
-            return [
-                f"training.global_batch_size is {self.training.global_batch_size}, {batches} micro batches a step; "
-                f"accepted with parallel.virtual_pipeline is a multiple of parallel.pipeline, {stages}, of them"
-            ]
-        return []
-
-    def _pattern_faults(self) -> list[str]:
-        """What Megatron would build a part of, without an error, or could not build."""
-        pattern, parallel = self.model.hybrid_layer_pattern, self.parallel
-        if pattern is None or self.model.host == "gpt":
-            return []
-        name = f"model.hybrid_layer_pattern is {pattern!r}"
-        parts, chunks = pattern.split("|"), parallel.pipeline * (parallel.virtual_pipeline or 1)
-        letters = "".join(parts)
-        faults = []
-        if "D" not in letters or set(letters) - set("D-"):
-            faults.append(f"{name}; accepted are the letters 'D', at least once, and '-'")
-        if len(letters) != self.model.num_layers:
-            faults.append(f"{name}; accepted is one of model.num_layers letters, {self.model.num_layers}")
-        if len(parts) != chunks:
-            faults.append(
-                f"{name}; accepted is one of parallel.pipeline * parallel.virtual_pipeline parts, {chunks}, between '|'"
-            )
-        return faults
-
-    def _other_faults(self) -> list[str]:
-        model, training = self.model, self.training
-        faults = self._pattern_faults()
-        if (model.hybrid_layer_pattern is None) != (model.host == "gpt"):
-            accepted = "null" if model.host == "gpt" else "a pattern such as 'D-D-'"
-            pattern = f"model.hybrid_layer_pattern is {model.hybrid_layer_pattern!r}"
-            faults.append(f"{pattern}; accepted with model.host {model.host} is {accepted}")
-        if training.seed >= 2**31:
-            faults.append(f"training.seed is {training.seed}; accepted is an integer in [0, 2**31)")
-        if training.min_lr > training.lr:
-            faults.append(f"training.min_lr is {training.min_lr}; accepted is at most training.lr, {training.lr}")
-        if training.warmup_steps >= training.lr_decay_steps:
-            faults.append(
-                f"training.warmup_steps is {training.warmup_steps}; accepted is less than the "
-                f"{training.lr_decay_steps} steps of the schedule (training.decay_steps, or training.steps if null)"
-            )
-        below_one = {
-            "model.hidden_dropout": model.hidden_dropout,
-            "training.adam_beta1": training.adam_beta1,
-            "training.adam_beta2": training.adam_beta2,
-        }
-        faults += [
-            f"{name} is {value}; accepted is a number in [0, 1)" for name, value in below_one.items() if value >= 1
-        ]
-        if self.compare_unsharded and self.parallel.tensor == 1:
-            faults.append("compare_unsharded is true; accepted with parallel.tensor 1 is false: nothing is sharded")
-        if self.load_hf is not None and self.resume:
-            faults.append(
-                f"load_hf is {self.load_hf!r}; accepted with resume true is null: the run's checkpoint has it all"
-            )
-        return faults
 
 
 def build_parser() -> ArgumentParser:
@@ -317,6 +234,18 @@ def build_parser() -> ArgumentParser:
         help="Files or folders to train on; empty for the sources of Python's standard library.",
     )
     parser.add_argument("--max_data_bytes", type=PositiveInt, required=True, help="Bytes of them to read at most.")
+    parser.add_argument(
+        "--pack",
+        action=ActionYesNo(no_prefix="no-"),
+        required=True,
+        help="Train on packs of whole files that do not attend to each other, and not on windows of one text.",
+    )
+    parser.add_argument(
+        "--document_multiple",
+        type=PositiveInt,
+        required=True,
+        help="Tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.",
+    )
     parser.add_argument(
         "--resume",
         action=ActionYesNo(no_prefix="no-"),

@@ -1,15 +1,4 @@
-"""Real text as byte tokens, and which window of it is sample i of a run.
-
-A sample is a pure function of the corpus, the seed and its number. Resuming therefore needs the number of samples
-consumed and nothing else, tensor- and pipeline-parallel ranks agree without a message, and another data-parallel size
-trains on the same samples.
-
-Megatron's own GPTDataset promises the same and runs without a GPU, but wants the text as an indexed dataset on disk,
-index caches beside it that one rank builds while the others wait, and a tokenizer object: for bytes in memory that is
-more machinery than what follows, and a shared file system as well.
-
-Shapes by suffix: B sequences of a micro batch, S rows of a sequence.
-"""
+"""Real text as byte tokens, and where each of its files begins."""
 
 from __future__ import annotations
 
@@ -25,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 # Between two files; text does not contain it.
 _SEPARATOR = b"\0"
@@ -38,15 +25,20 @@ class Corpus:
 
     Attributes:
         tokens: uint8, the files' bytes, one after the other, with a zero byte between two files.
-        digest: of the tokens; equal on two ranks, or before and after a resume, if and only if the text is.
-        files: how many files it comes from, a file cut off by the limit counted.
+        starts: int64, where each file's tokens begin; the zero byte behind a file is its last token.
+        digest: of both; equal on two ranks, or before and after a resume, if and only if the text in its files is.
         left_out: what was met and is no regular file, or could not be read, each with the reason.
     """
 
     tokens: npt.NDArray[np.uint8]
+    starts: npt.NDArray[np.int64]
     digest: str
-    files: int
     left_out: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> int:
+        """How many files it comes from, a file cut off by the limit counted."""
+        return len(self.starts)
 
 
 def read_corpus(paths: Sequence[str], *, max_bytes: int) -> Corpus:
@@ -64,20 +56,23 @@ def read_corpus(paths: Sequence[str], *, max_bytes: int) -> Corpus:
     else:
         files = _standard_library(left_out)
     text = bytearray()
-    count = 0
+    starts = []
     for file in files:
         if len(text) >= max_bytes:
             break
         content = _content(file, max_bytes - len(text), left_out)
         if content is not None:
-            text += (_SEPARATOR if text else b"") + content
-            count += 1
+            text += _SEPARATOR if text else b""
+            starts.append(len(text))
+            text += content
     del text[max_bytes:]
     if not text:
         found = f", where these were left out: {', '.join(left_out)}" if left_out else ""
         raise ValueError(f"data is {list(paths)}{found}; accepted are files, or folders of files, that hold text")
-    tokens = np.frombuffer(bytes(text), dtype=np.uint8)
-    return Corpus(tokens=tokens, digest=hashlib.sha256(tokens).hexdigest(), files=count, left_out=tuple(left_out))
+    tokens, begins = np.frombuffer(bytes(text), dtype=np.uint8), np.array(starts, dtype=np.int64)
+    digest = hashlib.sha256(tokens)
+    digest.update(begins)
+    return Corpus(tokens=tokens, starts=begins, digest=digest.hexdigest(), left_out=tuple(left_out))
 
 
 def _existing(path: str) -> Path:
@@ -126,84 +121,3 @@ def _fault(error: OSError) -> str:
 
 def _standard_library(left_out: list[str]) -> Iterator[Path]:
     return (file for file in _files_of(Path(sysconfig.get_path("stdlib")), left_out) if file.suffix == ".py")
-
-
-class Windows:
-    """Samples of `sequence_length + 1` consecutive tokens: every window once, in an order drawn anew each epoch.
-
-    Windows overlap by the one token that is the last label of one and the first input of the next; tokens beyond the
-    last whole window are not used.
-
-    Args:
-        corpus: the text.
-        sequence_length: S.
-        seed: of the order.
-
-    Raises: ValueError where the corpus holds less than one window.
-    """
-
-    def __init__(self, corpus: Corpus, *, sequence_length: int, seed: int) -> None:
-        self._tokens = corpus.tokens
-        self._length = sequence_length
-        self._seed = seed
-        self._count = (len(corpus.tokens) - 1) // sequence_length
-        if self._count < 1:
-            raise ValueError(
-                f"training.sequence_length is {sequence_length}; accepted is less than the {len(corpus.tokens)} bytes "
-                "of data"
-            )
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        """Windows in an epoch."""
-        return self._count
-
-    def __getitem__(self, sample: int) -> npt.NDArray[np.uint8]:
-        """Tokens `[S + 1]` of sample number `sample` >= 0 of the run, which may lie in any epoch."""
-        epoch, place = divmod(sample, self._count)
-        if epoch != self._epoch:
-            # RandomState and not a Generator: numpy keeps only the former's streams equal in all versions.
-            self._order = np.random.RandomState([self._seed, epoch]).permutation(self._count)
-            self._epoch = epoch
-        start = int(self._order[place]) * self._length
-        return self._tokens[start : start + self._length + 1]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MicroBatch:
-    """Input of one forward pass, int64.
-
-    Attributes:
-        tokens_BS: input tokens.
-        labels_BS: the token after each of them.
-        positions_BS: 0 to S - 1 in every row.
-    """
-
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    positions_BS: Tensor
-
-
-def micro_batches(
-    windows: Windows,
-    *,
-    first_sample: int,
-    micro_batch_size: int,
-    count: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-    device: torch.device,
-) -> Iterator[MicroBatch]:
-    """The `count` micro batches of one rank in one step.
-
-    The step's samples are numbered from `first_sample`. Micro batch m of data-parallel rank r takes the
-    `micro_batch_size` samples from number `first_sample + (m * data_parallel_size + r) * micro_batch_size` on.
-    """
-    for index in range(count):
-        start = first_sample + (index * data_parallel_size + data_parallel_rank) * micro_batch_size
-        window_BS = np.stack([windows[sample] for sample in range(start, start + micro_batch_size)])
-        window = torch.from_numpy(window_BS).to(device=device, dtype=torch.int64)
-        tokens_BS, labels_BS = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-        positions_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
-        yield MicroBatch(tokens_BS=tokens_BS, labels_BS=labels_BS, positions_BS=positions_BS)

@@ -29,11 +29,13 @@ from mcore_dsa.train.checkpointing import (
     save_checkpoint,
 )
 from mcore_dsa.train.config import JobConfig
-from mcore_dsa.train.data import Corpus, Windows, read_corpus
+from mcore_dsa.train.data import Corpus, read_corpus
+from mcore_dsa.train.faults import faults_of
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
 from mcore_dsa.train.report import METRICS, RunLog, Summary
+from mcore_dsa.train.samples import Packs, Windows, samples_of
 
 _logger = logging.getLogger(__name__)
 
@@ -45,14 +47,14 @@ class Job:
     Attributes:
         config: the run.
         corpus: its text.
-        windows: its samples.
+        samples: what it reads of it.
         start: the checkpoint to continue from, None for a fresh run.
         pretrained: the Hugging Face checkpoint to start from, None for random weights or where `start` has them.
     """
 
     config: JobConfig
     corpus: Corpus
-    windows: Windows
+    samples: Windows | Packs
     start: Checkpoint | None
     pretrained: CheckpointBinding | None
 
@@ -67,7 +69,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
 
     Raises: ValueError listing values that cannot run, all those found, each with its field and what is accepted.
     """
-    faults = config.faults(world_size)
+    faults = faults_of(config, world_size)
     if config.compare_unsharded and read_settings().partition.value == "off":
         faults.append(f"compare_unsharded is true; accepted with {PARTITION_VARIABLE} off is false: nothing is sharded")
     if faults:
@@ -75,7 +77,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
     transformer_config(config)
     pretrained = None if config.load_hf is None else find_pretrained(config)
     corpus = read_corpus(config.data, max_bytes=config.max_data_bytes)
-    windows = Windows(corpus, sequence_length=config.training.sequence_length, seed=config.training.seed)
+    samples = samples_of(config, corpus)
     run_dir = Path(config.run_dir)
     start = None
     if config.resume:
@@ -87,7 +89,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         raise ValueError(
             f"run_dir is {config.run_dir!r}, which holds something else; accepted is a new or empty folder, or a run's"
         )
-    return Job(config=config, corpus=corpus, windows=windows, start=start, pretrained=pretrained)
+    return Job(config=config, corpus=corpus, samples=samples, start=start, pretrained=pretrained)
 
 
 def train(job: Job) -> Summary:
@@ -102,6 +104,8 @@ def train(job: Job) -> Summary:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
     )
     try:
         _check_agreement(job)
@@ -183,7 +187,7 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trainer = Trainer(config, job.windows, device, pretrained=job.pretrained)
+    trainer = Trainer(config, job.samples, device, pretrained=job.pretrained)
     if job.start is not None:
         load_checkpoint(trainer, job.start)
     reports: list[StepReport] = []
@@ -243,7 +247,7 @@ def _open_run_dir(job: Job) -> None:
         "%d bytes of text from %d files, %d samples an epoch",
         len(job.corpus.tokens),
         job.corpus.files,
-        len(job.windows),
+        len(job.samples),
     )
     if left_out := job.corpus.left_out:
         _logger.warning("%d entries of data were left out, among them %s", len(left_out), ", ".join(left_out[:8]))

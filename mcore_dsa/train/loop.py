@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.train.config import JobConfig, TrainingConfig
-from mcore_dsa.train.data import MicroBatch, Windows, micro_batches
 from mcore_dsa.train.model import attentions, build_chunks
 from mcore_dsa.train.pretrained import load_pretrained
+from mcore_dsa.train.samples import MicroBatch, Packs, Place, Windows, micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class StepReport:
 
     Attributes:
         step: number of the step, from 1.
-        loss: mean over the tokens of the global batch, before the step's update.
+        loss: mean over the counted tokens of the global batch, before the step's update.
         learning_rate: of the step's update.
         gradient_norm: before clipping.
         seconds: wall time of the step.
@@ -62,14 +63,14 @@ class Trainer:
     def __init__(
         self,
         config: JobConfig,
-        windows: Windows,
+        samples: Windows | Packs,
         device: torch.device,
         *,
         pretrained: CheckpointBinding | None = None,
     ) -> None:
         self.config = config
         self.step = 0
-        self._windows = windows
+        self._samples = samples
         self._device = device
         # As Megatron does: stages of a pipeline draw different weights, data-parallel ranks the same.
         seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -96,11 +97,11 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._forward_backward()
+        sums = self._forward_backward()
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
-        loss = _mean_over_batch(losses, self._device)
+        loss = _mean_over_batch(sums, self._device)
         self.step += 1
         return StepReport(
             step=self.step,
@@ -112,11 +113,11 @@ class Trainer:
         )
 
     def _forward_backward(self) -> list[Tensor]:
-        """Mean loss of each micro batch, on the last pipeline stage; nothing on the others."""
+        """What `_loss` reports of each micro batch, on the last pipeline stage; nothing on the others."""
         training = self.config.training
         iterators = [self._micro_batches() for _ in self.chunks]
         run = get_forward_backward_func()
-        losses: list[Tensor] = run(
+        sums: list[Tensor] = run(
             forward_step_func=_forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks,
@@ -125,17 +126,21 @@ class Trainer:
             micro_batch_size=training.micro_batch_size,
             forward_only=False,
         )
-        return losses
+        return sums
 
     def _micro_batches(self) -> Iterator[MicroBatch]:
         training = self.config.training
         return micro_batches(
-            self._windows,
+            self._samples,
             first_sample=self.step * training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
             count=self.config.micro_batches(dist.get_world_size()),
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            place=Place(
+                data_rank=parallel_state.get_data_parallel_rank(),
+                data_size=parallel_state.get_data_parallel_world_size(),
+                context_rank=parallel_state.get_context_parallel_rank(),
+                context_size=parallel_state.get_context_parallel_world_size(),
+            ),
             device=self._device,
         )
 
@@ -176,24 +181,31 @@ def _scheduler(training: TrainingConfig, optimizer: Any) -> OptimizerParamSchedu
 
 def _forward_step(
     batches: Iterator[MicroBatch], model: torch.nn.Module
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     """What Megatron's schedules call for each micro batch: the model's output, and how to get a loss from it."""
     batch = next(batches)
-    output = model(batch.tokens_BS, batch.positions_BS, None, labels=batch.labels_BS)
-    return output, _loss
+    output = model(batch.tokens_BL, batch.positions_BL, None, labels=batch.labels_BL, packed_seq_params=batch.packed)
+    return output, partial(_loss, is_counted_BL=batch.is_counted_BL)
 
 
-def _loss(loss_BS: Tensor) -> tuple[Tensor, Tensor]:
-    mean = loss_BS.mean()
-    # The schedule divides the first one in place, by the number of micro batches.
-    return mean, mean.detach().clone()
+def _loss(loss_BL: Tensor, *, is_counted_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum over counted tokens, their number, and both to report.
+
+    Megatron divides the gradients of all micro batches by all their tokens. Of a mean and a report it would multiply
+    the mean by the context-parallel ranks, and divide the gradients by the data-parallel ones alone.
+    """
+    total = loss_BL.masked_fill(~is_counted_BL, 0.0).sum()
+    tokens = is_counted_BL.sum(dtype=torch.int32)
+    return total, tokens, torch.stack([total.detach().double(), tokens.double()])
 
 
-def _mean_over_batch(losses: list[Tensor], device: torch.device) -> float:
-    """The mean over micro batches and data-parallel ranks, from the last pipeline stage to every rank."""
-    mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
-    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+def _mean_over_batch(sums: list[Tensor], device: torch.device) -> float:
+    """The mean over the tokens of all micro batches and ranks, from the last pipeline stage to every rank."""
+    total = torch.stack(sums).sum(dim=0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(mean, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    return float(mean) / int(parallel_state.get_data_parallel_world_size())
+        dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    loss, tokens = total.tolist()
+    # A batch of documents of one token predicts nothing.
+    return float(loss / max(tokens, 1.0))

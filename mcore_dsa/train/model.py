@@ -17,7 +17,7 @@ from mcore_dsa.megatron import (
     kpool_dsa_gpt_model,
     kpool_dsa_hybrid_model,
 )
-from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.config import JobConfig, ModelConfig
 
 
 def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
@@ -54,6 +54,11 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        cp_comm_type="allgather" if parallel.context > 1 else None,
+        expert_model_parallel_size=parallel.expert,
+        # Sums over tokens, divided once by the tokens of all ranks; see `loop._loss`.
+        calculate_per_token_loss=True,
         # Of two stages the one before and the one after are one peer, whose messages a batch pairs wrong.
         overlap_p2p_comm=parallel.virtual_pipeline is not None,
         batch_p2p_comm=parallel.virtual_pipeline is None,
@@ -64,7 +69,21 @@ def transformer_config(config: JobConfig) -> KPoolDSATransformerConfig:
         pipeline_dtype=dtype,
         bf16=training.dtype == "bf16",
         **recompute[training.recompute],
+        **_experts(model),
     )
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if model.num_moe_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        # The other one wants CUDA.
+        "moe_token_dispatcher_type": "allgather",
+    }
 
 
 def build_chunks(config: JobConfig) -> list[DistributedDataParallel]:

@@ -29,7 +29,8 @@ class Summary:
         first_step: the first of them done by this process: 1, or the one after the checkpoint it resumed from.
         first_loss: loss of that step.
         last_loss: loss of the last step.
-        tokens_per_s: tokens of all ranks in a second, over the steps of this process, checkpoints not counted.
+        tokens_per_s: tokens of all ranks in a second, padding of packs with them, over the steps of this process,
+            checkpoints not counted.
         indexer_share: share of the time of these steps that rank 0 spent in its indexers.
         flag: how the indexer's query rows were cut over the tensor-parallel group, or "off".
         group_size: ranks of the tensor-parallel group that they were cut over, 1 with the flag off.
