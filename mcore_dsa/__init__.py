@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mcore_dsa.geometry import DsaGeometry
     from mcore_dsa.kpool import PoolLayout, expand_selection
     from mcore_dsa.sharded import select_pools_sharded
+    from mcore_dsa.state import IndexerState
     from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "DsaShard",
     "DsaTensorPlan",
     "DsaTpPlan",
+    "IndexerState",
     "PoolLayout",
     "compress_keys",
     "expand_selection",
@@ -46,6 +48,7 @@ _HOMES = {
     "DsaShard": "tp_plan",
     "DsaTensorPlan": "tp_plan",
     "DsaTpPlan": "tp_plan",
+    "IndexerState": "state",
     "PoolLayout": "kpool",
     "compress_keys": "functions",
     "expand_selection": "kpool",

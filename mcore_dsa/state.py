@@ -34,8 +34,8 @@ from mcore_dsa.settings import DEFAULT_SCORE_BYTES
 class IndexerState:
     """The index cache of a batch of sequences, of one layer.
 
-    Appended in pieces of any size, selections are bit for bit those of `compress_keys` and `select_pools` over the whole
-    sequence, given the same queries, head weights, keys and gates.
+    Whatever the pieces in which it is appended, selections are bit for bit those of `compress_keys` and `select_pools`
+    over the whole sequence, given the same queries, head weights, keys and gates.
 
     Args:
         ape_JD: floating `[pool_size, dim]`, learned offset of each place in a pool; kept by reference.
@@ -92,7 +92,7 @@ class IndexerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device and the host, whatever the lengths: constant from the beginning on, without `ape`."""
+        """Bytes held, `ape` aside; all of them from the beginning on, whatever the lengths."""
         layout = self._layout
         held = (self._pool_key_BPD, self._recent_2BRD, self._length_B, self._kept_from_B, layout.pool_token_BP)
         segments = (layout.segment_start_BN, layout.segment_end_BN, layout.segment_first_pool_BN)
@@ -188,7 +188,7 @@ class IndexerState:
         """Shorten every sequence to `length_B`, integer `[b]`; none where one is refused.
 
         To the end of any pool however far back, as the compressed keys stay. Within a pool its tokens are needed: any
-        rewind by up to `rewind_window` tokens, counted from the greatest length since, and what happens to be there.
+        rewind by up to `rewind_window` tokens, counted from the greatest length it has had, and what more is there.
 
         Raises: TypeError, ValueError for lengths that do not fit, that grow, or that cut a pool whose tokens are gone.
         """
@@ -234,8 +234,8 @@ class IndexerState:
             rewind_window=self._rewind_window,
         )
         taken._length_B, taken._kept_from_B = self._length_B[sample_B], self._kept_from_B[sample_B]
-        pools = int(taken._length_B.max()) // self._pool_size
-        for new, old in enumerate(sample_B.tolist()):
+        pools_B = taken._length_B // self._pool_size
+        for new, (old, pools) in enumerate(zip(sample_B.tolist(), pools_B.tolist(), strict=True)):
             taken._pool_key_BPD[new, :pools] = self._pool_key_BPD[old, :pools]
             taken._recent_2BRD[:, new] = self._recent_2BRD[:, old]
         return taken

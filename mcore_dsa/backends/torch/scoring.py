@@ -79,10 +79,9 @@ def tile_for(device: torch.device, heads: int) -> Tile:
 def tile_for_rows(device: torch.device, heads: int, dim: int, rows: int) -> Tile:
     """The tile for strips of up to `rows` rows: the device's, or a lower one that was measured to give the same bits.
 
-    The lowest power of two up to 8 that holds the rows and passes. On one core, 128 channels (M): 1 row of 32 heads takes
-    24 us a tile in place of 1,006, 8 rows 97; of 64 heads 84 and 412 in place of 1,103. Not every one passes: at 64
-    channels a tile of 1 or 2 rows of one head rounds 40% of the scores otherwise, one of 4 none. On a GPU, where
-    nothing was measured, the device's tile is the only one.
+    The lowest power of two, up to 8, that holds the rows and passes. On one core at 128 channels (M): a tile of 1 row
+    of 32 heads takes 24 us, of 8 rows 97, the whole 1,006; of 64 heads 84, 412 and 1,103. Not every one passes: at one
+    head of 64 channels 1 and 2 rows round 40% of the scores otherwise, 4 rows none. On a GPU nothing was measured.
     """
     whole = tile_for(device, heads)
     lower = 1 << (rows - 1).bit_length()

@@ -93,7 +93,7 @@ class _RowStrip:
 
 
 def _scored_runs(slot_S: Tensor, visible_S: Tensor, budget: int) -> list[tuple[int, int]]:
-    """Half-open ranges of rows of one segment that see more pools than the budget. `slot_S` is each row's first pool."""
+    """Ranges of rows of one segment that see more pools than the budget; `slot_S` is each row's first pool slot."""
     scored = (visible_S > budget).nonzero().flatten()
     if scored.numel() == 0:
         return []
