@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mcore_dsa.record import LayerAgreement, SelectionRecord
     from mcore_dsa.rollout import from_rollout
     from mcore_dsa.sharded import select_pools_sharded
+    from mcore_dsa.state import IndexerState
     from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "DsaShard",
     "DsaTensorPlan",
     "DsaTpPlan",
+    "IndexerState",
     "LayerAgreement",
     "PoolLayout",
     "SelectionRecord",
@@ -51,6 +53,7 @@ _HOMES = {
     "DsaShard": "tp_plan",
     "DsaTensorPlan": "tp_plan",
     "DsaTpPlan": "tp_plan",
+    "IndexerState": "state",
     "LayerAgreement": "record",
     "PoolLayout": "kpool",
     "SelectionRecord": "record",

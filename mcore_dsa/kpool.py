@@ -202,6 +202,17 @@ class RowBounds:
     visible_BS: Tensor
     tail_BS: Tensor
 
+    @classmethod
+    def from_host(cls, position_S: Tensor, bounds_XBS: Tensor, device: torch.device) -> RowBounds:
+        """Bounds known on the host, of which no read waits for the device.
+
+        Args:
+            position_S, bounds_XBS: int64 on the CPU, the latter `first_BS`, `visible_BS` and `tail_BS`, stacked.
+        """
+        bounds = cls(position_S.to(device, non_blocking=True), *bounds_XBS.to(device, non_blocking=True))
+        vars(bounds)["_host_XBS"] = bounds_XBS
+        return bounds
+
     @property
     def rows(self) -> int:
         return self.position_S.shape[0]

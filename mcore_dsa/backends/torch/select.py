@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from mcore_dsa.backends.protocol import SelectionCounters
-from mcore_dsa.backends.torch.scoring import Tile, TileScorer, tile_fingerprint, tile_for
+from mcore_dsa.backends.torch.scoring import Tile, TileScorer, tile_fingerprint, tile_for, tile_for_rows
 from mcore_dsa.backends.torch.topk import RunningTopK, topk_workspace
 from mcore_dsa.checks import check_positive
 from mcore_dsa.kpool import PoolLayout, RowBounds
@@ -52,13 +51,15 @@ def select_pools(
         return selection_BSK
     with full_precision(layout.device.type):
         tile_fingerprint(layout.device, heads, dim)
+        slot_BS = host_first_BS - layout.first_pool_id
+        runs = [_scored_runs(*sample, budget) for sample in zip(slot_BS, host_visible_BS, strict=True)]
+        tile = tile_for_rows(layout.device, heads, dim, max(stop - start for some in runs for start, stop in some))
         scorer = TileScorer(tile, heads, dim, layout.device, use_relu=use_relu)
         columns = min(block, bounds.max_visible)
         top = RunningTopK(rows=tile.strip_rows, columns=columns, budget=budget, device=layout.device)
         for sample in range(layout.batch):
             end_S = bounds.first_BS[sample] + bounds.visible_BS[sample] - layout.first_pool_id
-            slot_S = host_first_BS[sample] - layout.first_pool_id
-            for strip in _row_strips(slot_S, host_visible_BS[sample], budget, tile):
+            for strip in _row_strips(runs[sample], slot_BS[sample], host_visible_BS[sample], tile):
                 scorer.load_rows(q_SBHD[strip.rows, sample], weights_SBH[strip.rows, sample])
                 slot_RK = _select_strip(scorer, top, pool_key_PBD[:, sample], strip, end_S[strip.rows], block)
                 selection_BSK[sample, strip.rows] = slot_RK.add_(layout.first_pool_id)
@@ -91,20 +92,25 @@ class _RowStrip:
         counters.tile_pairs += tile.rows * tile.pools * tiles
 
 
-def _row_strips(slot_S: Tensor, visible_S: Tensor, budget: int, tile: Tile) -> Iterator[_RowStrip]:
-    """The rows that see more pools than the budget, in strips; `slot_S` is each row's first pool slot. Host tensors."""
+def _scored_runs(slot_S: Tensor, visible_S: Tensor, budget: int) -> list[tuple[int, int]]:
+    """Ranges of rows of one segment that see more pools than the budget; `slot_S` is each row's first pool slot."""
     scored = (visible_S > budget).nonzero().flatten()
     if scored.numel() == 0:
-        return
+        return []
     apart = (scored[1:] != scored[:-1] + 1) | (slot_S[scored[1:]] != slot_S[scored[:-1]])
-    starts = [0, *(apart.nonzero().flatten() + 1).tolist(), scored.shape[0]]
-    for start, stop in pairwise(starts):
-        first, row = int(slot_S[scored[start]]), int(scored[start])
-        visible = visible_S[row : row + stop - start]
-        for begin in range(0, stop - start, tile.strip_rows):
-            part = visible[begin : begin + tile.strip_rows]
+    breaks = (apart.nonzero().flatten() + 1).tolist()
+    firsts, lasts = scored[[0, *breaks]].tolist(), scored[[*(at - 1 for at in breaks), -1]].tolist()
+    return [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
+
+
+def _row_strips(runs: list[tuple[int, int]], slot_S: Tensor, visible_S: Tensor, tile: Tile) -> Iterator[_RowStrip]:
+    """The rows of the runs in strips. Host tensors."""
+    for start, stop in runs:
+        first = int(slot_S[start])
+        for begin in range(start, stop, tile.strip_rows):
+            part = visible_S[begin : min(begin + tile.strip_rows, stop)]
             tile_ends = [first + int(rows.max()) for rows in part.split(tile.rows)]
-            rows = slice(row + begin, row + begin + part.shape[0])
+            rows = slice(begin, begin + part.shape[0])
             yield _RowStrip(rows, first, first + int(part.min()), tile_ends, int(part.sum()))
 
 
