@@ -61,7 +61,10 @@ class SelectionSource(Protocol):
         """Equal on two ranks if and only if they enter the same collectives and come to the same selections."""
 
     def own_rows(self, request: SelectionRequest) -> Tensor:
-        """int32 `[b, own rows, budget]`, as `select_pools` of the rows of `request.plan.own`."""
+        """int32 `[b, own rows, budget]`, as `select_pools` of the rows of `request.plan.own`.
+
+        Backward and recomputes keep the tensor: nobody may write into it any more.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_dsa.backends import Kept, LatentShards, SelectionCounters, resolve
 from mcore_dsa.collectives import gather_rows, reduce_rows
+from mcore_dsa.eager import uncompiled
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
 from mcore_dsa.megatron.batch import Batch, plan_of
@@ -86,6 +87,7 @@ class KPoolDSAttention(MegatronModule):
         self.indexer_seconds = 0.0
         self._agreement = Agreement(config, self.settings, self.tp_group, self.cp_group)
 
+    @uncompiled
     def forward(
         self,
         query: Tensor,
