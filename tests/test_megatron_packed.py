@@ -104,7 +104,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({name: OWN.float() for name in ("cu_seqlens_q", "cu_seqlens_kv")}, "cu_seqlens is torch.float32"),
     (
         {name: torch.tensor([0, 4, 8]) for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")},
-        "cu_seqlens has a document longer than",
+        "document 0 of cu_seqlens is 5 tokens; accepted is at most its place in cu_seqlens_padded, 4",
     ),
     (
         {name: torch.tensor([0, 5, 9]) for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")},
