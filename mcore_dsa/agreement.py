@@ -38,6 +38,7 @@ class SelectionContract:
         backend: what compresses, selects and attends, with a digest of its bits on this device.
         weights: digest of the frozen weights of this layer's indexer.
         source: `SelectionSource.identity` of where selections come from.
+        documents: `SelectionPlan.documents` of the micro-batch at hand.
     """
 
     settings: Settings
@@ -58,6 +59,7 @@ class SelectionContract:
     backend: str
     weights: str
     source: str
+    documents: str = ""
 
     def describe(self) -> dict[str, str]:
         """Every field as text that is equal on two ranks if and only if they agree, settings by their variables."""

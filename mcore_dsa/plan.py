@@ -7,8 +7,9 @@ chunks, and rank c holds chunks c and `2 * CP - 1 - c` of every document, one do
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -32,6 +33,7 @@ class SelectionPlan:
         rank: this rank's place in that group.
         key_order_T: int64, where each token stands among keys gathered over context parallelism in rank order; None
             where they come in token order.
+        documents: what tells the documents of a pack from others, equal on ranks that hold the same.
     """
 
     layout: PoolLayout
@@ -39,6 +41,7 @@ class SelectionPlan:
     partition: RowPartition
     rank: int
     key_order_T: Tensor | None = None
+    documents: str = ""
 
     @cached_property
     def key_token_T(self) -> Tensor:
@@ -127,7 +130,9 @@ class SelectionPlan:
         work = []
         for start, end, stop in zip(places, ends, places[1:], strict=False):
             work += [end - start, *[idle] * ((stop - end) // idle), (stop - end) % idle]
-        return cls._of(layout, lengths, work, budget, partition, (tp_rank, tp_size), (cp_rank, cp_size))
+        plan = cls._of(layout, lengths, work, budget, partition, (tp_rank, tp_size), (cp_rank, cp_size))
+        digest = hashlib.blake2b(repr((begins, places)).encode(), digest_size=8).hexdigest()
+        return replace(plan, documents=f"{len(lengths)} in {places[-1]} tokens, {digest}")
 
     @classmethod
     def _of(

@@ -53,10 +53,12 @@ class Replay:
             `leave_out` scores those alone which a recorded row of their document stands behind, and would read what
             they make; the others select nothing. None of them belongs in the loss: `record.recorded_T` tells the rows
             that do.
+        layers: how many the record has to have, one for each DSA layer of the model; None for any.
     """
 
     record: SelectionRecord
     missing: Missing = "refuse"
+    layers: int | None = None
     _places: weakref.WeakKeyDictionary[SelectionPlan, _Place] = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False
     )
@@ -85,6 +87,8 @@ class Replay:
     @cached_property
     def fault(self) -> str:
         """Why nothing can be replayed from the record, or nothing."""
+        if self.layers is not None and self.record.layers != self.layers:
+            return f"the record has {self.record.layers} layers; accepted are the model's, {self.layers}"
         if not self.record.fault and self.missing == "refuse" and bool(self.record.missing_T.any()):
             row = int(self.record.missing_T.nonzero()[0])
             return f"missing is 'refuse' and row {row} has no record; accepted are 'score' and 'leave_out'"

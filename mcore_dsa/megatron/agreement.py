@@ -45,6 +45,7 @@ class Agreement:
         softmax_scale: float | None,
         *,
         source: str,
+        documents: str,
         lacks: bool,
     ) -> bool:
         """Agree, if on any rank something changed since the last time; every forward asks every rank.
@@ -67,7 +68,7 @@ class Agreement:
             for parameter in indexer.parameters()
         )
         now = (backend, backend.numerics(query_SBHC.device), softmax_scale, *weights)
-        number = int.from_bytes(hashlib.blake2b(source.encode(), digest_size=7).digest())
+        number = int.from_bytes(hashlib.blake2b(f"{source}; {documents}".encode(), digest_size=7).digest())
         changed, any_lacks, most, least = greatest(
             [now != self._agreed, lacks, number, -number], self._groups, query_SBHC.device
         )
@@ -76,7 +77,7 @@ class Agreement:
             try:
                 faults += self._budget_faults(query_SBHC, backend, indexer)
                 bits = backend.fingerprint(query_SBHC.device, indexer.heads, indexer.head_dim)
-                told = self._contract(backend, bits, indexer, softmax_scale, source).describe()
+                told = self._contract(backend, bits, indexer, softmax_scale, source, documents).describe()
             # Whatever it is: the others wait in the next line, and have to hear of it.
             except Exception as error:
                 faults.append(str(error) or type(error).__name__)
@@ -85,8 +86,23 @@ class Agreement:
             self._tell(backend)
         return bool(any_lacks)
 
+    def refuse(self, error: Exception, device: torch.device) -> None:
+        """Tell the others, who wait in `hold`, what a call of this rank cannot be done for; alone, nothing.
+
+        Raises: ValueError on every rank, with what was told.
+        """
+        if any(group.size() > 1 for group in self._groups):
+            greatest([True, True, 0, 0], self._groups, device)
+            agree({}, [str(error)], *self._groups)
+
     def _contract(
-        self, backend: Backend, bits: str, indexer: KPoolDSAIndexer, softmax_scale: float | None, source: str
+        self,
+        backend: Backend,
+        bits: str,
+        indexer: KPoolDSAIndexer,
+        softmax_scale: float | None,
+        source: str,
+        documents: str,
     ) -> SelectionContract:
         named = {field.name for field in fields(SelectionContract)} & {field.name for field in fields(self._config)}
         of_config = {name: getattr(self._config, name) for name in named}
@@ -97,6 +113,7 @@ class Agreement:
             "backend": f"{backend.name}, {bits}",
             "weights": weights_digest(indexer.named_parameters()),
             "source": source,
+            "documents": documents,
         }
         return SelectionContract(**{**of_config, **of_module})
 

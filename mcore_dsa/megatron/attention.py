@@ -119,9 +119,13 @@ class KPoolDSAttention(MegatronModule):
 
         Raises: ValueError for what is called otherwise, and for documents that do not fit the rows.
         """
-        self._check_call(value, attn_mask_type, position_ids, packed_seq_params)
-        batch = Batch.of(query, key, x, qr, packed=packed_seq_params is not None, tp_size=self.tp_group.size())
-        plan = plan_of(batch.query_SBHC, packed_seq_params, **self._plan_sizes())
+        try:
+            self._check_call(value, attn_mask_type, position_ids, packed_seq_params)
+            batch = Batch.of(query, key, x, qr, packed=packed_seq_params is not None, tp_size=self.tp_group.size())
+            plan = plan_of(batch.query_SBHC, packed_seq_params, **self._plan_sizes())
+        except (TypeError, ValueError) as error:
+            self._agreement.refuse(error, query.device)
+            raise
         started = time.perf_counter()
         selection_BSK, kept = self._select(batch, plan)
         self.indexer_seconds += time.perf_counter() - started
@@ -143,9 +147,11 @@ class KPoolDSAttention(MegatronModule):
     def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept]:
         """int32 `[b, s, budget]`, the selection of every row, and what backward keeps of it."""
         budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
-        place = self._place(plan)
+        carrier = recompute.current()
+        here = None if carrier is None else carrier.place(self)
+        source = self.source if here is None else here.source(self.source)
+        place = here if self._stores(plan) else None
         kept_BOK = None if place is None else place.take((plan.layout.batch, plan.own.rows, budget))
-        source = self._source()
         # Of all ranks, for in what follows they meet: one that has nothing kept needs the keys of the others.
         select = self._agreement.hold(
             batch.query_SBHC,
@@ -153,6 +159,7 @@ class KPoolDSAttention(MegatronModule):
             self.indexer,
             self.softmax_scale,
             source=source.identity,
+            documents=plan.documents,
             lacks=kept_BOK is None,
         )
         if place is not None and place.carrier.again:
@@ -177,17 +184,9 @@ class KPoolDSAttention(MegatronModule):
 
         return gather.finish(kept_BOK), Kept(kept_BOK, restore)
 
-    def _source(self) -> SelectionSource:
-        """Of this call: in a recompute that of its first pass, whatever is replayed by now."""
-        carrier = recompute.current()
-        source: SelectionSource = self.source if carrier is None else carrier.context.setdefault(self, self.source)
-        return source
-
-    def _place(self, plan: SelectionPlan) -> recompute.Place | None:
-        """Where this call keeps its selection for a recompute; None where there is none, or it could take too much."""
-        carrier, config = recompute.current(), self.config
-        if carrier is None or not self.settings.store.value:
-            return None
+    def _stores(self, plan: SelectionPlan) -> bool:
+        """Whether selections are kept for recomputes: not where they could take too much."""
+        config = self.config
         rows = plan.layout.batch * plan.partition.rows_per_rank
         most = recompute.held_bytes(
             rows * config.dsa_indexer_pool_budget * torch.int32.itemsize,
@@ -195,7 +194,7 @@ class KPoolDSAttention(MegatronModule):
             stages=config.pipeline_model_parallel_size,
             chunks=config.virtual_pipeline_model_parallel_size or 1,
         )
-        return carrier.place(self) if most <= self.settings.store_bytes.value else None
+        return self.settings.store.value and most <= self.settings.store_bytes.value
 
     def _plan_sizes(self) -> dict[str, Any]:
         return {

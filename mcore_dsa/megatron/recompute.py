@@ -15,6 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_dsa.replay import recomputing
+from mcore_dsa.source import SelectionSource
+
 
 class Carrier:
     """A function that brings what was selected in its first call to its later ones.
@@ -22,7 +25,8 @@ class Carrier:
     Attributes:
         again: whether the call that runs, or ran last, is a recomputation.
         held: selections on their way, by module and by which of its calls inside this function.
-        context: whatever a caller wants to find again in a recomputation.
+        sources: of the same calls, where their selections come from.
+        born_again: whether some other recomputation made it: it knows nothing of the first pass.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -30,7 +34,8 @@ class Carrier:
         self._calls = 0
         self._seen: Counter[Hashable] = Counter()
         self.held: dict[Hashable, Tensor] = {}
-        self.context: dict[Hashable, Any] = {}
+        self.sources: dict[Hashable, SelectionSource] = {}
+        self.born_again = recomputing()
 
     @property
     def again(self) -> bool:
@@ -57,6 +62,10 @@ class Place:
 
     carrier: Carrier
     key: Hashable
+
+    def source(self, present: SelectionSource) -> SelectionSource:
+        """`present` in the first pass, and in a recomputation again, whatever is replayed by then."""
+        return self.carrier.sources.setdefault(self.key, present)
 
     def keep(self, selection_BOK: Tensor) -> None:
         self.carrier.held[self.key] = selection_BOK

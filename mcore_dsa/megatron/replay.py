@@ -67,7 +67,7 @@ class ModelSelections:
         Raises: what is wrong with the record, its first forward raises on every rank: ValueError, also for a record
         that is not the same on all of them.
         """
-        with self._with(Replay(record=record, missing=missing), self._recorder):
+        with self._with(Replay(record=record, missing=missing, layers=self._layers), self._recorder):
             yield
 
     @contextmanager
@@ -104,19 +104,23 @@ class _Own:
 
     Attributes:
         replays: forwards outside Megatron's checkpoints that replayed, less their recomputations that did.
+        carried: forwards inside them that replayed; another checkpoint around those recomputes without their record.
     """
 
     source: SelectionSource
     replays: int = 0
+    carried: int = 0
 
     @property
     def identity(self) -> str:
         return self.source.identity
 
     def own_rows(self, request: SelectionRequest) -> Tensor:
-        if self.replays > 0 and recomputing() and recompute.current() is None:
+        carrier = recompute.current()
+        replays = self.replays if carrier is None else (self.replays + self.carried) * carrier.born_again
+        if replays > 0 and recomputing():
             raise RuntimeError(
-                f"layer {request.layer} recomputes without a record, and {self.replays} of its forwards replayed one; "
+                f"layer {request.layer} recomputes without a record, and {replays} of its forwards replayed one; "
                 "accepted is backward inside `replaying`, or a checkpoint of megatron.core.tensor_parallel with "
                 "mcore_dsa.patches applied"
             )
@@ -135,6 +139,9 @@ class _Counted:
         return self.source.identity
 
     def own_rows(self, request: SelectionRequest) -> Tensor:
-        if recompute.current() is None:
+        carrier = recompute.current()
+        if carrier is None:
             self.own.replays += -1 if recomputing() else 1
+        elif not carrier.again:
+            self.own.carried += 1
         return self.source.own_rows(request)
