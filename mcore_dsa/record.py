@@ -114,14 +114,16 @@ class SelectionRecord:
     @cached_property
     def document_T(self) -> Tensor:
         """int64, the document in whose place each row stands."""
-        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.padded_lengths, dtype=torch.long))
+        return torch.arange(len(self.lengths), device="cpu").repeat_interleave(
+            torch.tensor(self.padded_lengths, dtype=torch.long, device="cpu")
+        )
 
     @cached_property
     def visible_T(self) -> Tensor:
         """int64, complete pools of its document that each row sees; 0 behind the document's own length."""
-        start_T = torch.tensor(self.starts, dtype=torch.long)[self.document_T]
-        length_T = torch.tensor(self.lengths, dtype=torch.long)[self.document_T]
-        offset_T = torch.arange(len(start_T)) - start_T
+        start_T = torch.tensor(self.starts, dtype=torch.long, device="cpu")[self.document_T]
+        length_T = torch.tensor(self.lengths, dtype=torch.long, device="cpu")[self.document_T]
+        offset_T = torch.arange(len(start_T), device="cpu") - start_T
         return (offset_T + 1) // self.pool_size * (offset_T < length_T)
 
     @cached_property
@@ -210,7 +212,7 @@ class SelectionRecord:
                 said = [value if isinstance(value, int) else shortened(value) for value in (theirs, mine)]
                 raise ValueError(f"own.{name} is {said[0]}; accepted is that of the record, {said[1]}")
         both_T = self.recorded_T & own.recorded_T & (self.visible_T > 0)
-        found = torch.zeros(self.layers, 4, dtype=torch.long)
+        found = torch.zeros(self.layers, 4, dtype=torch.long, device="cpu")
         for layer, part in self._chunks(48):
             rows_I = both_T[part]
             mine_IK, theirs_IK = self.selection_xTK[layer, part][rows_I], own.selection_xTK[layer, part][rows_I]

@@ -76,8 +76,10 @@ class Replay:
         if self.missing == "score":
             return record.missing_T
         row_X = (record.recorded_T & (record.visible_T > 0)).nonzero().flatten()
-        last_N = torch.full((len(record.lengths),), -1).scatter_reduce(0, record.document_T[row_X], row_X, "amax")
-        return record.missing_T & (torch.arange(len(record.missing_T)) < last_N[record.document_T])
+        last_N = torch.full((len(record.lengths),), -1, device="cpu").scatter_reduce(
+            0, record.document_T[row_X], row_X, "amax"
+        )
+        return record.missing_T & (torch.arange(len(record.missing_T), device="cpu") < last_N[record.document_T])
 
     @cached_property
     def scores(self) -> bool:
@@ -121,7 +123,9 @@ class Replay:
         shift_BN = torch.zeros_like(start_BN)
         shift_BN[end_BN > start_BN] = (
             torch.tensor(
-                [start for start, length in zip(record.starts, record.lengths, strict=True) if length], dtype=torch.long
+                [start for start, length in zip(record.starts, record.lengths, strict=True) if length],
+                dtype=torch.long,
+                device="cpu",
             )
             - start_BN[end_BN > start_BN]
         )
@@ -224,7 +228,7 @@ class Recorder:
         plans = [taken[forward][0] for taken in self._taken.values()]
         mine = (*documents_of(plans[0].layout), plans[0].layout.pool_size, self._budget()) if plans else None
         lengths, padded, pool_size, budget = next(said for said in self._of_stages(mine) if said is not None)
-        selection_xTK = torch.empty(self._layers, sum(padded), budget, dtype=torch.int32)
+        selection_xTK = torch.empty(self._layers, sum(padded), budget, dtype=torch.int32, device="cpu")
         for layer, stage in sorted(stage_of.items()):
             if stage == group_rank(self._pp_group):
                 whole_TK = self._whole(*self._taken[layer][forward])
@@ -235,7 +239,7 @@ class Recorder:
             selection_xTK[layer] = whole_TK
         return SelectionRecord(
             selection_xTK=selection_xTK,
-            recorded_T=torch.ones(sum(padded), dtype=torch.bool),
+            recorded_T=torch.ones(sum(padded), dtype=torch.bool, device="cpu"),
             lengths=lengths,
             padded_lengths=padded,
             pool_size=pool_size,

@@ -57,8 +57,8 @@ def from_rollout(
         raise ValueError(
             f"padded_lengths is {places[:8]} for requests of {lengths[:8]}; accepted are as many, none shorter"
         )
-    selection_xTK = torch.full((requests[0].shape[1], sum(places), budget), -1, dtype=torch.int32)
-    recorded_T = torch.ones(sum(places), dtype=torch.bool)
+    selection_xTK = torch.full((requests[0].shape[1], sum(places), budget), -1, dtype=torch.int32, device="cpu")
+    recorded_T = torch.ones(sum(places), dtype=torch.bool, device="cpu")
     start = 0
     for number, (request, place) in enumerate(zip(requests, places, strict=True)):
         step = max(1, CHUNK_BYTES // (48 * max(1, request[0].numel() if len(request) else 1)))
@@ -88,7 +88,7 @@ class _Rows:
     ) -> None:
         self._token_RxW, self._request, self._first = token_RxW, request, first
         self._pool_size, self._budget = pool_size, budget
-        self._row_R = torch.arange(first, first + len(token_RxW), dtype=torch.int32)
+        self._row_R = torch.arange(first, first + len(token_RxW), dtype=torch.int32, device="cpu")
         self._seen_R = (self._row_R + 1) // pool_size * pool_size
         self._tail_R = (self._row_R + 1 - self._seen_R) * always_select_tail
         given_Rx = (token_RxW != -1).any(-1)
@@ -113,7 +113,7 @@ class _Rows:
         kept_RxW = torch.nn.functional.pad(sorted_RxW.masked_fill(~pooled_RxW, _UNUSED), (0, room), value=_UNUSED)
         pool_RxKJ = kept_RxW[..., :width].unflatten(-1, (self._budget, self._pool_size))
         first_RxK1 = pool_RxKJ[..., :1]
-        as_whole_RxKJ = first_RxK1 + torch.arange(self._pool_size, dtype=torch.int32)
+        as_whole_RxKJ = first_RxK1 + torch.arange(self._pool_size, dtype=torch.int32, device="cpu")
         whole_RxK1 = (first_RxK1 % self._pool_size == 0) & (pool_RxKJ == as_whole_RxKJ).all(-1, keepdim=True)
         in_part_RxKJ = ~whole_RxK1 & (pool_RxKJ != _UNUSED)
         self._refuse(in_part_RxKJ.flatten(-2), f"all {self._pool_size} tokens of a pool", pool_RxKJ.flatten(-2))

@@ -257,7 +257,7 @@ class IndexerState:
             return
         device = self._layout.device
         sample_I = sample_X.repeat_interleave(pool_size)
-        token_I = (pool_X.unsqueeze(1) * pool_size + torch.arange(pool_size)).flatten()
+        token_I = (pool_X.unsqueeze(1) * pool_size + torch.arange(pool_size, device="cpu")).flatten()
         is_kept_I = token_I < self._length_B[sample_I]
         row_I = row_X[(token_I + origin_B[sample_I]).masked_fill_(is_kept_I, 0)]
         kept_X = is_kept_I.nonzero().flatten()
@@ -280,7 +280,7 @@ class IndexerState:
                 f"tokens it holds, {int(self._length_B[sample])}"
             )
         seen_BS = ((self._length_B - count_B).unsqueeze(1) + valid_BS.cumsum(1)) * valid_BS
-        first_BS = (torch.arange(self.batch) * self._pools).unsqueeze(1).expand_as(seen_BS)
+        first_BS = (torch.arange(self.batch, device="cpu") * self._pools).unsqueeze(1).expand_as(seen_BS)
         position_BS = (first_BS * self._pool_size + seen_BS - 1).masked_fill(~valid_BS, -1)
         bounds_XBS = torch.stack([first_BS, seen_BS // self._pool_size, seen_BS % self._pool_size])
         return RowBounds.from_host(position_BS.flatten(), bounds_XBS.view(3, 1, -1), self._layout.device)
@@ -289,9 +289,9 @@ class IndexerState:
 def _ranges(start_B: Tensor, stop_B: Tensor) -> tuple[Tensor, Tensor]:
     """int64, sample and value of each integer in each sample's half-open range, sample after sample."""
     count_B = stop_B - start_B
-    sample_X = torch.arange(len(count_B)).repeat_interleave(count_B)
+    sample_X = torch.arange(len(count_B), device="cpu").repeat_interleave(count_B)
     origin_B = start_B - (count_B.cumsum(0) - count_B)
-    return sample_X, torch.arange(len(sample_X)) + origin_B[sample_X]
+    return sample_X, torch.arange(len(sample_X), device="cpu") + origin_B[sample_X]
 
 
 @functools.lru_cache(maxsize=16)

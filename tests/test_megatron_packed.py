@@ -146,9 +146,13 @@ def test_a_plan_is_built_once_a_micro_batch() -> None:
     assert plan_of(query, params, **SIZES).layout.segment_end_BN.tolist() == [[5, 8]]
     with torch.inference_mode():
         params = EIGHT.params()
+        params.cu_seqlens_q.numpy()[1] = params.cu_seqlens_kv.numpy()[1] = 3
         inside = plan_of(query, params, **SIZES)
         assert plan_of(query, params, **SIZES) is inside
     assert not inside.bounds.position_S.is_inference()
+    assert inside.layout.segment_end_BN.tolist() == [[3, 8]]
+    params.cu_seqlens_q.numpy()[1] = params.cu_seqlens_kv.numpy()[1] = 6
+    assert plan_of(query, params, **SIZES).layout.segment_end_BN.tolist() == [[6, 8]]
 
 
 def shapes(tokens: int = 8) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ Letters of shapes: `mcore_dsa/__init__.py`. Rows are those of this context-paral
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -128,5 +129,8 @@ def _documents(packed: PackedSeqParams, name: str, suffix: str = "") -> Tensor |
     return lengths[: len(lengths) - sentinels]
 
 
-def _version(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
+def _version(tensor: Tensor | None) -> Hashable:
+    """What tells that a tensor was written to: on the host its values, for no version sees a write through NumPy."""
+    if tensor is None or tensor.is_cpu:
+        return None if tensor is None else tuple(tensor.flatten().tolist())
+    return None if tensor.is_inference() else tensor._version
