@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from harness import megatron_ranks
 from models import BATCH, ON, POOL, ROWS, SIZES, TOPK, Trainer, assert_equal, attentions, config, gpt, tokens
 from packs import Pack
+from train_runs import tiny, trainer_of
 
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.recompute import Carrier, held_bytes
 from mcore_dsa.settings import PARTITION_VARIABLE, STORE_BYTES_VARIABLE, STORE_VARIABLE
+from mcore_dsa.train.config import JobConfig
 
 LAYERS = SIZES["num_layers"]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -195,6 +198,40 @@ def test_a_pipeline_with_micro_batches_in_flight_selects_once_a_forward() -> Non
         assert_equal(found["gradients"], again["gradients"])
         assert (found["alive"], found["recomputed"]) == (0, {"found": 4, "selected again": 0})
         assert again["recomputed"] == {"found": 0, "selected again": 0}
+
+
+def interleaved(config: JobConfig) -> dict[str, Any]:
+    """One step of the job on two stages of two chunks each, eight micro-batches."""
+    from mcore_dsa.train.model import attentions as of_chunks
+
+    trainer, _ = trainer_of(config)
+    with carriers() as made:
+        report = trainer.train_step()
+        gc.collect()
+        alive = held(made)
+    layers = of_chunks(trainer.chunks)
+    return {
+        "losses": [report.loss, report.gradient_norm],
+        "alive": alive,
+        "recomputed": [layer.recomputed for layer in layers],
+        "calls": [layer.counters.calls for layer in layers],
+    }
+
+
+def test_virtual_stages_select_once_a_forward(tmp_path: Path) -> None:
+    job = tiny(
+        tmp_path / "run",
+        "--parallel.tensor 1 --parallel.pipeline 2 --parallel.virtual_pipeline 2 --model.num_layers 4",
+        "--training.recompute full --training.micro_batch_size 1 --training.global_batch_size 8",
+    )
+    stored, scored = (
+        megatron_ranks(interleaved, 2, job, pp=2, vp=2, env={STORE_VARIABLE: word}) for word in ("1", "0")
+    )
+    for found, again in zip(stored, scored, strict=True):
+        assert found["losses"] == again["losses"]
+        assert found["alive"] == again["alive"] == 0
+        assert found["recomputed"] == [{"found": 8, "selected again": 0}] * 2
+        assert (found["calls"], again["calls"]) == ([8, 8], [16, 16])
 
 
 def one_rank_loses(lost: int | None) -> dict[str, Any]:
