@@ -15,6 +15,7 @@ from train_runs import losses, start, tiny
 
 from mcore_dsa.binding import MEGATRON_NAMES, DsaStorage
 from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.pretrained import find_pretrained
 
 # The attention of train_runs.TINY, of which a rank may get four layers: neither the first, nor evenly spaced.
 DSA_LAYERS = (1, 2, 5, 7)
@@ -221,8 +222,10 @@ def test_a_faulty_checkpoint_is_refused_with_its_tensors_named(tmp_path: Path) -
     for name in gone:
         del tensors[name]
     folder = write_checkpoint(tmp_path / "faulty", tiny_config(**SHAPE), tensors)
-    lines = refused(tiny(tmp_path / "run", f"--load_hf {folder}"))
+    lines = refused(tiny(tmp_path / "run", f"--load_hf {folder} --model.num_layers 4"))
     assert all(any(name in line for line in lines) for name in gone)
+    # The first two layers, of which nothing is missing, are all that a model of two takes.
+    assert find_pretrained(tiny(tmp_path / "run", f"--load_hf {folder}")).layers[:2] == (1, 2)
 
 
 def test_every_size_that_differs_is_named(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ _SHAPE = (
 def find_pretrained(config: JobConfig) -> CheckpointBinding:
     """The checkpoint that `load_hf` names, by its headers.
 
-    Raises: ValueError where it cannot be read or has faults, its geometry is not the model's, it has fewer DSA layers,
-    or the library that will read it is not installed.
+    Raises: ValueError where it cannot be read, a layer that the model takes has faults, its geometry is not the
+    model's, it has fewer DSA layers, or the library that will read it is not installed.
     """
     if find_spec("safetensors") is None:
         raise ValueError(
@@ -47,7 +47,8 @@ def find_pretrained(config: JobConfig) -> CheckpointBinding:
         )
     try:
         binding = verify(str(config.load_hf))
-        binding.raise_faults()
+        layers = _dsa_layers_before(config.model, config.model.num_layers + 1)
+        binding.raise_faults(binding.layers[:layers])
     except (OSError, ValueError) as error:
         raise ValueError(f"load_hf is {config.load_hf!r}; accepted is a checkpoint's folder: {error}") from error
     model = config.model
@@ -58,7 +59,6 @@ def find_pretrained(config: JobConfig) -> CheckpointBinding:
         for name in _SHAPE
         if getattr(model, name) != getattr(theirs, name)
     ]
-    layers = _dsa_layers_before(model, model.num_layers + 1)
     if layers > len(binding.layers):
         faults.append(f"the number of DSA layers is {layers}; accepted {given} is at most its {len(binding.layers)}")
     if faults:
