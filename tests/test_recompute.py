@@ -22,15 +22,17 @@ from mcore_dsa.train.config import JobConfig
 
 LAYERS = SIZES["num_layers"]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# `test_megatron_attention.py` has every way; here are those that differ in what a carrier is wrapped around.
 WAYS: dict[str, dict[str, Any]] = {
     "full": FULL,
     "two layers": {**FULL, "recompute_num_layers": 2},
-    "block": {**FULL, "recompute_method": "block"},
-    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "and mla_up_proj": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+    "core_attn and mla_up_proj": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mla_up_proj"],
+    },
 }
 # How many of the layers' forwards run once more.
-AGAIN = {"full": 2, "two layers": 2, "block": 1, "core_attn": 2, "and mla_up_proj": 2}
+AGAIN = {"full": 2, "two layers": 2, "core_attn and mla_up_proj": 2}
 
 
 @contextmanager

@@ -137,9 +137,9 @@ def test_pieces_rewinds_and_copies_change_no_selection() -> None:
         compared += decoder.compared
         contested += int((decoder.trained_BSK[..., -1] >= 0).sum())
 
-    run()
-    assert compared >= 20_000
-    assert contested >= 10_000
+    # What is drawn decides how many a run compares.
+    while compared < 20_000 or contested < 10_000:
+        run()
 
 
 def pieces(draw: st.DrawFn, tokens: int) -> Iterator[slice]:
