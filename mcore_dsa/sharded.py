@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import Backend, SelectionCounters, resolve
+from mcore_dsa.backends import Backend, SelectionCounters, Target, resolve
 from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
 from mcore_dsa.eager import uncompiled
@@ -80,8 +80,10 @@ def select_pools_sharded(
     check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=partition.rows_of(rank), names=_OWN)
     plan = SelectionPlan(layout, layout.bounds(position_S), partition, rank)
     gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
+    heads, dim = q_OBHD.shape[2:]
+    target = Target.of(layout.device, q_OBHD.dtype, pool_key_PBD.dtype, heads=heads, dim=dim)
     selection_BOK = select_own_rows(
-        resolve(),
+        resolve("auto", target),
         q_OBHD,
         weights_OBH,
         pool_key_PBD,

@@ -11,6 +11,7 @@ within four lanes.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ _COUNTS = ["at", "spot", "rows", "row_tiles", "batch", "sample", "pools", "budge
 
 def rows_of_tile(heads: int) -> int:
     """Rows of a tile, so that with their heads they make `PAIR_HEADS` columns of the product."""
-    return min(MOST_ROWS, PAIR_HEADS // triton.next_power_of_2(heads))
+    rows: int = min(MOST_ROWS, PAIR_HEADS // triton.next_power_of_2(heads))
+    return rows
 
 
 def constants(heads: int, dim: int, use_relu: bool) -> dict[str, Any]:
@@ -168,35 +170,47 @@ def score_kernel(
         tl.store(peak_ptr + out[None, :] // GROUP + group[:, None], peak, mask=mine[None, :])
 
 
+@dataclass(frozen=True)
+class Block:
+    """Scores that are in hand at a time.
+
+    Attributes:
+        sample, at, rows: `rows` rows of a sample, from row `at` on.
+        begin, tiles: of each row's tiles of pools these, counted from the one with its first pool.
+        head: columns before them, where the best of earlier tiles are kept; a multiple of `GROUP`.
+    """
+
+    sample: int
+    at: int
+    rows: int
+    begin: int
+    tiles: int
+    head: int
+
+
 def score(
     q_SBHD: Tensor,
     weights_SBH: Tensor,
     key_PBD: Tensor,
     first_BS: Tensor,
     visible_BS: Tensor,
-    *,
     order_RM: Tensor,
     peak_RM: Tensor,
-    sample: int,
-    at: int,
-    rows: int,
+    block: Block,
+    *,
     budget: int,
-    begin: int,
-    tiles: int,
-    head: int,
     chunks: int,
     use_relu: bool,
 ) -> None:
-    """Fill `tiles` tiles of `rows` rows from row `at` of a sample on, behind `head` columns; see `score_kernel`.
+    """Fill the columns of a block, of rows that see more than `budget` pools; see `score_kernel`.
 
     Args:
         q_SBHD, key_PBD: bf16, contiguous, on 16 bytes; weights_SBH: fp32, contiguous.
         first_BS: int32, pool slots; visible_BS: int32.
         order_RM, peak_RM: uint32, `peak_RM` a `GROUP`-th as wide; less than 2**31 elements.
-        chunks: `CHUNK` tiles each, as many as the tile of rows needs that needs most.
+        chunks: `CHUNK` tiles of pools each, as many as the tile of rows needs that needs most.
     """
-    (_, batch, heads, dim), rows_of_all = q_SBHD.shape, first_BS.shape[1]
-    row_tiles = triton.cdiv(rows, rows_of_tile(heads))
+    (_, batch, heads, dim), row_tiles = q_SBHD.shape, triton.cdiv(block.rows, rows_of_tile(q_SBHD.shape[2]))
     score_kernel[(row_tiles * chunks,)](
         q_SBHD,
         weights_SBH,
@@ -205,18 +219,18 @@ def score(
         visible_BS,
         order_RM,
         peak_RM,
-        at,
-        sample * rows_of_all + at,
-        rows,
+        block.at,
+        block.sample * first_BS.shape[1] + block.at,
+        block.rows,
         row_tiles,
         batch,
-        sample,
+        block.sample,
         key_PBD.shape[0],
         budget,
-        begin,
-        tiles,
+        block.begin,
+        block.tiles,
         order_RM.shape[1],
-        head,
+        block.head,
         **constants(heads, dim, use_relu),
         **options(device_major(q_SBHD.device)),
     )

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP = 32
+from mcore_dsa.kernels.scoring import GROUP, POOLS, Block
+
 # Values a program has in hand: at most 2**16 - 1, for two counts of them share an int32.
 BLOCK = 1024
 OPTIONS = {"num_warps": 4, "num_stages": 2}
@@ -152,42 +153,35 @@ def _peaks_of_kept(order_ptr, peak_ptr, budget, head, GROUP: tl.constexpr, BLOCK
 
 
 def select(
-    *,
     order_RM: Tensor,
     peak_RM: Tensor,
     first_BS: Tensor,
     visible_BS: Tensor,
     selection_BSK: Tensor,
-    sample: int,
-    at: int,
-    rows: int,
-    begin: int,
-    tiles: int,
-    head: int,
+    block: Block,
+    *,
     first_pool_id: int,
     more: bool,
-    pools: int,
 ) -> None:
-    """Take a block of scores into `rows` rows of the selection, from row `at` of a sample on; see `select_kernel`.
+    """Take the scores of a block into the selection of its rows; see `select_kernel`.
 
-    `pools` are those of a tile; the rest is as in `scoring.score`. Overwrites `order_RM` and `peak_RM`.
+    Arguments as of `scoring.score`; with `more` another block follows. Overwrites `order_RM` and `peak_RM`.
     """
-    spot = sample * first_BS.shape[1] + at
-    select_kernel[(rows,)](
+    select_kernel[(block.rows,)](
         order_RM,
         peak_RM,
         first_BS,
         visible_BS,
         selection_BSK,
-        spot,
+        block.sample * first_BS.shape[1] + block.at,
         selection_BSK.shape[2],
-        begin,
-        tiles,
+        block.begin,
+        block.tiles,
         order_RM.shape[1],
-        head,
+        block.head,
         first_pool_id,
         int(more),
-        POOLS=pools,
+        POOLS=POOLS,
         GROUP=GROUP,
         BLOCK=BLOCK,
         **OPTIONS,

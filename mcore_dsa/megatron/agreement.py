@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_dsa import __version__
 from mcore_dsa.agreement import SelectionContract, agree, differing_replica, newly_agreed, weights_digest
-from mcore_dsa.backends import Backend
+from mcore_dsa.backends import Backend, Choice
 from mcore_dsa.collectives import any_rank
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
@@ -29,17 +29,17 @@ class Agreement:
         self,
         config: KPoolDSATransformerConfig,
         settings: Settings,
+        kernels: Choice,
         tp_group: torch.distributed.ProcessGroup,
         cp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        self._config, self._settings, self._tp_group = config, settings, tp_group
+        self._config, self._settings, self._kernels, self._tp_group = config, settings, kernels, tp_group
         self._groups = [tp_group] if cp_group is None else [tp_group, cp_group]
         self._agreed: Hashable = None
 
     def hold(
         self,
         query_SBHC: Tensor,
-        backend: Backend,
         indexer: KPoolDSAIndexer,
         softmax_scale: float | None,
         *,
@@ -51,13 +51,14 @@ class Agreement:
         the others waiting in a later collective.
 
         Args:
-            query_SBHC, backend, indexer, softmax_scale: what the module is to select and attend with.
+            query_SBHC, indexer, softmax_scale: what the module is to select and attend with.
             lacks: whether this rank has no selection for this call yet.
 
         Returns: whether any rank has none.
 
         Raises: ValueError on every rank, with what differs and what is wrong on any of them.
         """
+        backend = self._kernels.backend
         weights = (
             (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.requires_grad)
             for parameter in indexer.parameters()
@@ -66,6 +67,7 @@ class Agreement:
         changed, any_lacks = any_rank([now != self._agreed, lacks], self._groups, query_SBHC.device)
         if changed:
             faults, told = [*self._settings.faults, *_learning(indexer)], {}
+            faults += [self._kernels.fault] if self._kernels.fault else []
             try:
                 faults += self._budget_faults(query_SBHC, backend, indexer)
                 bits = backend.fingerprint(query_SBHC.device, indexer.heads, indexer.head_dim)
@@ -75,7 +77,7 @@ class Agreement:
                 faults.append(str(error) or type(error).__name__)
             agree(told, faults, *self._groups)
             self._agreed = now
-            self._tell(backend)
+            self._tell()
         return any_lacks
 
     def _contract(
@@ -114,7 +116,7 @@ class Agreement:
             if setting.value < least[setting.name]
         ]
 
-    def _tell(self, backend: Backend) -> None:
+    def _tell(self) -> None:
         """Log what runs, once for the run, and where another tensor-parallel group runs with other settings."""
         settings = self._settings.describe()
         number = newly_agreed(settings, self._tp_group)
@@ -141,7 +143,8 @@ class Agreement:
             done = f"each rank scores its {partition.value} shard of the rows"
         ranks = torch.distributed.get_process_group_ranks(self._tp_group)
         _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
-        _log.info("k-pool DSA computes with %s (%s)", backend.name, kernels.reason)
+        reason = "; ".join(filter(None, (kernels.reason, self._kernels.reason)))
+        _log.info("k-pool DSA computes with %s (%s)", self._kernels.backend.name, reason)
 
 
 def _learning(indexer: KPoolDSAIndexer) -> list[str]:

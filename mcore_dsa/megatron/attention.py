@@ -15,10 +15,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mcore_dsa.backends import Kept, LatentShards, SelectionCounters, resolve
+from mcore_dsa.backends import Kept, LatentShards, SelectionCounters, Target, choose
 from mcore_dsa.collectives import gather_rows, reduce_rows
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
+from mcore_dsa.megatron.backend import parameter_device
 from mcore_dsa.megatron.batch import Batch, plan_of
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
@@ -69,10 +70,16 @@ class KPoolDSAttention(MegatronModule):
         self.tp_group = groups.tp
         self.cp_group = groups.cp if config.context_parallel_size > 1 else None
         self.settings = read_settings()
+        self.indexer = KPoolDSAIndexer(config, self.tp_group)
+        target = Target.of(
+            parameter_device(config), config.params_dtype, heads=self.indexer.heads, dim=self.indexer.head_dim
+        )
+        kernels = choose(self.settings.kernels.value, target)
         if self.tp_group.size() == 1 and self.cp_group is None:
             self.settings.raise_faults()
-        self.backend = resolve(self.settings.kernels.value)
-        self.indexer = KPoolDSAIndexer(config, self.tp_group)
+            if kernels.fault:
+                raise ValueError(kernels.fault)
+        self.backend = kernels.backend
         self.counters = SelectionCounters()
         self.source: SelectionSource = Scored(
             backend=self.backend,
@@ -84,7 +91,7 @@ class KPoolDSAttention(MegatronModule):
         )
         self.recomputed = {"found": 0, "selected again": 0}
         self.indexer_seconds = 0.0
-        self._agreement = Agreement(config, self.settings, self.tp_group, self.cp_group)
+        self._agreement = Agreement(config, self.settings, kernels, self.tp_group, self.cp_group)
 
     def forward(
         self,
@@ -144,9 +151,7 @@ class KPoolDSAttention(MegatronModule):
         place = self._place(plan)
         kept_BOK = None if place is None else place.take((plan.layout.batch, plan.own.rows, budget))
         # Of all ranks, for in what follows they meet: one that has nothing kept needs the keys of the others.
-        select = self._agreement.hold(
-            batch.query_SBHC, self.backend, self.indexer, self.softmax_scale, lacks=kept_BOK is None
-        )
+        select = self._agreement.hold(batch.query_SBHC, self.indexer, self.softmax_scale, lacks=kept_BOK is None)
         if place is not None and place.carrier.again:
             self.recomputed["selected again" if select else "found"] += 1
         gather = gather_of(plan, self.tp_group, budget=budget, overlap=overlap)

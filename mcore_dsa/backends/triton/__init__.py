@@ -6,6 +6,8 @@ Letters of shapes: `mcore_dsa/__init__.py`.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,7 +28,8 @@ class TritonBackend:
     def compress(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: PoolLayout) -> Tensor:
         from mcore_dsa.kernels.compress import compress_keys
 
-        return compress_keys(key_TBD, gate_TBD, ape_JD, layout)
+        with _current(key_TBD.device):
+            return compress_keys(key_TBD, gate_TBD, ape_JD, layout)
 
     @staticmethod
     def select(
@@ -41,29 +44,35 @@ class TritonBackend:
         use_relu: bool,
         counters: SelectionCounters,
     ) -> Tensor:
+        from mcore_dsa.backends.triton.probe import probe
         from mcore_dsa.backends.triton.select import select_pools
 
-        return select_pools(
-            q_SBHD,
-            weights_SBH,
-            pool_key_PBD,
-            layout,
-            bounds,
-            budget=budget,
-            score_bytes=score_bytes,
-            use_relu=use_relu,
-            counters=counters,
-        )
+        with _current(layout.device):
+            if bounds.max_visible > budget:
+                probe(layout.device, *q_SBHD.shape[2:])
+            return select_pools(
+                q_SBHD,
+                weights_SBH,
+                pool_key_PBD,
+                layout,
+                bounds,
+                budget=budget,
+                score_bytes=score_bytes,
+                use_relu=use_relu,
+                counters=counters,
+            )
 
     @staticmethod
     def attend(*arguments: Any, **options: Any) -> Tensor:
-        return _attention().attend(*arguments, **options)
+        out_SBHC: Tensor = _attention().attend(*arguments, **options)
+        return out_SBHC
 
     @staticmethod
     def fingerprint(device: torch.device, heads: int, dim: int) -> str:
         from mcore_dsa.backends.triton.probe import fingerprint
 
-        return fingerprint(device, heads, dim)
+        with _current(device):
+            return fingerprint(device, heads, dim)
 
     @staticmethod
     def numerics(device: torch.device) -> Hashable:
@@ -94,10 +103,13 @@ class TritonBackend:
         return smallest
 
 
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the process's current device, whatever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _attention() -> Any:
     """What attends: the kernels where there are any, else torch's."""
     if find_spec("mcore_dsa.kernels.attend") is None:
         return TorchBackend
-    from mcore_dsa.kernels import attend
-
-    return attend
+    return import_module("mcore_dsa.kernels.attend")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mcore_dsa.backends.protocol import SelectionCounters
 from mcore_dsa.checks import check_positive, kind_of
 from mcore_dsa.kernels import scoring, topk
-from mcore_dsa.kernels.scoring import CHUNK, GROUP, POOLS
+from mcore_dsa.kernels.scoring import CHUNK, GROUP, POOLS, Block
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.workspace import Buffer, Workspace
 
@@ -121,20 +121,21 @@ def select_pools(
         _on_16_bytes(q_SBHD),
         weights_SBH.float().contiguous(),
         _on_16_bytes(pool_key_PBD),
-        (bounds.first_BS - layout.first_pool_id).to(torch.int32).contiguous(),
-        bounds.visible_BS.to(torch.int32).contiguous(),
+        (
+            (bounds.first_BS - layout.first_pool_id).to(torch.int32).contiguous(),
+            bounds.visible_BS.to(torch.int32).contiguous(),
+        ),
         selection_BSK,
         layout.first_pool_id,
         use_relu,
     )
     held = strip.workspace.allocate(layout.device)
-    with torch.cuda.device(layout.device if layout.device.type == "cuda" else -1):
-        host_first_BS, host_visible_BS = bounds.on_host
-        for sample in range(layout.batch):
-            first_S, visible_S = host_first_BS[sample] - layout.first_pool_id, host_visible_BS[sample]
-            for at in range(0, bounds.rows, strip.rows):
-                part = slice(at, at + strip.rows)
-                call.take_strip(sample, at, strip, first_S[part], visible_S[part], held, counters)
+    host_first_BS, host_visible_BS = bounds.on_host
+    for sample in range(layout.batch):
+        first_S, visible_S = host_first_BS[sample] - layout.first_pool_id, host_visible_BS[sample]
+        for at in range(0, bounds.rows, strip.rows):
+            part = slice(at, at + strip.rows)
+            call.take_strip(sample, at, strip, first_S[part], visible_S[part], held, counters)
     return selection_BSK
 
 
@@ -145,13 +146,12 @@ def _on_16_bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call's tensors as the kernels take them; `first_BS` are slots, and both bounds are int32."""
+    """One call's tensors as the kernels take them; `bounds` are the first pool slots and visible pools in int32."""
 
     q_SBHD: Tensor
     weights_SBH: Tensor
     key_PBD: Tensor
-    first_BS: Tensor
-    visible_BS: Tensor
+    bounds: tuple[Tensor, Tensor]
     selection_BSK: Tensor
     first_pool_id: int
     use_relu: bool
@@ -174,40 +174,36 @@ class _Call:
         tiles_R = (first_R + visible_R + POOLS - 1) // POOLS - first_R // POOLS
         whole = int(tiles_R[scored_R].max()) if scored_R.any() else 0
         tile_rows = scoring.rows_of_tile(self.q_SBHD.shape[2])
-        common = {"sample": sample, "at": at, "rows": len(first_R), "tiles": strip.tiles, "head": strip.head}
         for begin in range(0, max(whole, 1), strip.tiles):
+            block = Block(sample, at, len(first_R), begin, strip.tiles, strip.head)
             span_T = spans(first_R, visible_R, budget, begin, strip.tiles, tile_rows)
             counters.tile_pairs += tile_rows * POOLS * int(span_T.sum())
+            buffers = held["order_RM"], held["peak_RM"]
             if whole:
                 scoring.score(
                     self.q_SBHD,
                     self.weights_SBH,
                     self.key_PBD,
-                    self.first_BS,
-                    self.visible_BS,
-                    **held,
-                    **common,
+                    *self.bounds,
+                    *buffers,
+                    block,
                     budget=budget,
-                    begin=begin,
                     chunks=-(-int(span_T.max()) // CHUNK),
                     use_relu=self.use_relu,
                 )
             topk.select(
-                **held,
-                first_BS=self.first_BS,
-                visible_BS=self.visible_BS,
-                selection_BSK=self.selection_BSK,
-                **common,
-                begin=begin,
+                *buffers,
+                *self.bounds,
+                self.selection_BSK,
+                block,
                 first_pool_id=self.first_pool_id,
                 more=begin + strip.tiles < whole,
-                pools=POOLS,
             )
 
 
 def spans(first_R: Tensor, visible_R: Tensor, budget: int, begin: int, tiles: int, tile_rows: int) -> Tensor:
     """int64, for each tile of rows the tiles of pools from the first to the last that one of its rows needs."""
-    base_R = first_R // POOLS + begin
+    base_R = first_R.long() // POOLS + begin
     end_R = torch.minimum((first_R + visible_R + POOLS - 1) // POOLS, base_R + tiles)
     needed_R = (visible_R > budget) & (base_R < end_R)
     pad = (0, -len(first_R) % tile_rows)
