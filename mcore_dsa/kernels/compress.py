@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_dsa.kpool import PoolLayout
 
 # Elements of a program: pools times channels.
-BLOCK = 1024
+BLOCK = 512
 # A fused multiply-add rounds once where the contract rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
