@@ -106,6 +106,7 @@ def test_overlap_is_a_switch() -> None:
 def test_kernels_are_named() -> None:
     assert read_settings({}).kernels.value == "auto"
     assert read_settings({KERNELS_VARIABLE: " Torch "}).kernels.value == "torch"
+    assert read_settings({KERNELS_VARIABLE: "TRITON"}).kernels.value == "triton"
     (fault,) = read_settings({KERNELS_VARIABLE: "triton"}).faults
     assert fault == "MCORE_DSA_KERNELS is 'triton'; accepted are auto and torch"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ahead import MATRIX, MOST_SHARED, MOST_TMEM, Binary, compile_for
 
-from mcore_dsa.backends import Target, triton_refusal
+from mcore_dsa.backends.choice import Target, triton_refusal
 from mcore_dsa.kernels import compress, scoring, topk
 
 STRIP = {"first_ptr": "*i32", "visible_ptr": "*i32", "order_ptr": "*u32", "peak_ptr": "*u32"}
@@ -32,6 +32,8 @@ def check_limits(binary: Binary) -> None:
     assert binary.tmem <= MOST_TMEM
     assert "trap" not in binary.ptx
     assert ".ftz" not in binary.ptx
+    # Histograms count in shared memory, where the order of the adds does not matter; nothing else adds as it arrives.
+    assert not re.findall(r"\b(?:atom|red)\.(?!shared)", binary.ptx)
 
 
 def check_roundings(binary: Binary) -> None:
@@ -57,8 +59,6 @@ def test_scores(capability: int, heads: int, dim: int) -> None:
     assert "max.NaN.f32" in binary.ptx
     # Keys come by asynchronous copies, 16 bytes a lane; narrower ones would be none.
     assert "cp.async.cg.shared.global" in binary.ptx or heads == 1
-    assert "red." not in binary.ptx
-    assert "atom." not in binary.ptx.replace("atom.shared", "")
 
 
 @pytest.mark.parametrize("capability", SHAPES)
@@ -68,8 +68,6 @@ def test_the_best(capability: int) -> None:
     check_limits(binary)
     assert binary.registers <= 84
     assert binary.programs(topk.OPTIONS["num_warps"]) >= 6
-    # Histograms add up in shared memory; counts of equal adds have no order.
-    assert not re.findall(r"\b(?:atom|red)\.(?!shared)", binary.ptx)
 
 
 @pytest.mark.parametrize("capability", SHAPES)
