@@ -33,24 +33,28 @@ class Ranking:
         return out
 
 
-def select(rankings: list[Ranking], budget: int, *, tiles: int | None = None, first_pool_id: int = 0) -> Tensor:
+def select(
+    rankings: list[Ranking], budget: int, *, tiles: int | None = None, first_pool_id: int = 0, device: str = "cpu"
+) -> Tensor:
     """int32 `[rows, budget]` by the kernel alone, in blocks of `tiles` tiles; everything unwritten is poison."""
     columns = [ranking.columns for ranking in rankings]
     whole = max(len(column) for column in columns) // POOLS
     tiles = whole if tiles is None else tiles
     head = 0 if tiles >= whole else -(-budget // GROUP) * GROUP
     width, rows = head + tiles * POOLS, len(rankings)
-    order_RM, peak_RM = (torch.full((rows, size), POISON).to(torch.uint32) for size in (width, width // GROUP))
-    first_BS = torch.tensor([[ranking.first for ranking in rankings]], dtype=torch.int32)
-    visible_BS = torch.tensor([[len(ranking.order_P) for ranking in rankings]], dtype=torch.int32)
-    selection_BSK = torch.full((1, rows, budget), 2**31 - 1, dtype=torch.int32)
+    order_RM, peak_RM = (
+        torch.full((rows, size), POISON).to(torch.uint32).to(device) for size in (width, width // GROUP)
+    )
+    first_BS = torch.tensor([[ranking.first for ranking in rankings]], dtype=torch.int32, device=device)
+    visible_BS = torch.tensor([[len(ranking.order_P) for ranking in rankings]], dtype=torch.int32, device=device)
+    selection_BSK = torch.full((1, rows, budget), 2**31 - 1, dtype=torch.int32, device=device)
     for begin in range(0, whole, tiles):
         for row, column in enumerate(columns):
             # Of rows that take all they see, and behind a row's last tile, the scores write nothing.
             part = column[begin * POOLS : (begin + tiles) * POOLS]
-            if visible_BS[0, row] > budget and len(part):
-                order_RM[row, head : head + len(part)] = part.to(torch.uint32)
-                peaks = part.view(-1, GROUP).amax(1).to(torch.uint32)
+            if len(rankings[row].order_P) > budget and len(part):
+                order_RM[row, head : head + len(part)] = part.to(torch.uint32).to(device)
+                peaks = part.view(-1, GROUP).amax(1).to(torch.uint32).to(device)
                 peak_RM[row, head // GROUP : head // GROUP + len(peaks)] = peaks
         topk.select(
             order_RM,
