@@ -88,7 +88,7 @@ def kernels() -> None:
         share = 2 * HEADS * DIM * inputs.work.scored_pairs / took["triton"] / peak
         print(f"selection of {tokens:,} tokens, Triton over torch: {took['triton'] / took['torch']:.4f}")
         print(
-            f"  share of the measured bf16 product peak, {peak / 1e9:.0f} TFLOP/s: {share:.2f}  ({took['triton']:.2f} ms)"
+            f"  over the measured bf16 product peak, {peak / 1e9:.0f} TFLOP/s: {share:.2f}  ({took['triton']:.2f} ms)"
         )
 
 

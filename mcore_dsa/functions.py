@@ -101,9 +101,7 @@ def select_pools(
     check_kind(SelectionCounters, counters=counters)
     check_bytes("score_bytes", score_bytes)
     check_bool(use_relu=use_relu)
-    heads, dim = q_SBHD.shape[2:]
-    target = Target.of(layout.device, q_SBHD.dtype, pool_key_PBD.dtype, heads=heads, dim=dim)
-    return resolve("auto", target).select(
+    return resolve("auto", Target.of_scores(q_SBHD, pool_key_PBD)).select(
         q_SBHD,
         weights_SBH,
         pool_key_PBD,

@@ -80,10 +80,8 @@ def select_pools_sharded(
     check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=partition.rows_of(rank), names=_OWN)
     plan = SelectionPlan(layout, layout.bounds(position_S), partition, rank)
     gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
-    heads, dim = q_OBHD.shape[2:]
-    target = Target.of(layout.device, q_OBHD.dtype, pool_key_PBD.dtype, heads=heads, dim=dim)
     selection_BOK = select_own_rows(
-        resolve("auto", target),
+        resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD)),
         q_OBHD,
         weights_OBH,
         pool_key_PBD,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch import Tensor
 
 from mcore_dsa.backends.protocol import Backend
 from mcore_dsa.backends.torch import TorchBackend
@@ -41,6 +42,11 @@ class Target:
     def of(cls, device: torch.device, *dtypes: torch.dtype, heads: int | None = None, dim: int | None = None) -> Target:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return cls(device.type, capability, _triton_version(), dtypes, heads, dim)
+
+    @classmethod
+    def of_scores(cls, q_SBHD: Tensor, pool_key_PBD: Tensor) -> Target:
+        heads, dim = q_SBHD.shape[2:]
+        return cls.of(q_SBHD.device, q_SBHD.dtype, pool_key_PBD.dtype, heads=heads, dim=dim)
 
 
 @dataclass(frozen=True)
