@@ -26,9 +26,11 @@ WARP_INSTRUCTIONS = 132 * 4 * 1.98e9
 EPILOGUE_INSTRUCTIONS = 3
 # Estimated, of the top-k, for 32 values in one pass over them.
 SELECT_INSTRUCTIONS = 100
-# Passes of the top-k over group maxima, and over the groups that reach their bound: four digits, then a compaction.
+# Four digits and an ordered copy: passes of the top-k over group maxima, and over what survives their bound.
 PASSES = 5
 GROUP = 32
+# Of a long row's Gaussian scores at a budget of 512, counted (`benchmarks/LOG.md`, 2026-12-03).
+SURVIVORS = 550
 ELEMENT = 2
 
 
@@ -52,7 +54,8 @@ def selection_seconds(tokens: int, ranks: int) -> Seconds:
     """The busiest rank under zigzag, whose shards are even; one document, all of whose scores look Gaussian."""
     work = selection_work([tokens], GEOMETRY, group_size=ranks, partition="zigzag")
     rank = max(work.ranks, key=lambda rank: rank.scored_pairs)
-    values = PASSES * (rank.scored_pairs / GROUP + rank.rows * GEOMETRY.pool_budget * GROUP)
+    read, survive = _read_and_kept(tokens)
+    values = PASSES * rank.scored_pairs / GROUP + (read + PASSES * survive) / ranks
     return Seconds(
         products=rank.flops / PRODUCTS,
         epilogue=rank.scored_pairs * GEOMETRY.index_n_heads / 32 * EPILOGUE_INSTRUCTIONS / WARP_INSTRUCTIONS,
@@ -60,6 +63,17 @@ def selection_seconds(tokens: int, ranks: int) -> Seconds:
         selecting=values / 32 * SELECT_INSTRUCTIONS / WARP_INSTRUCTIONS,
         exchange=rank.received_bytes / LINK if ranks > 1 else 0.0,
     )
+
+
+def _read_and_kept(tokens: int) -> tuple[int, int]:
+    """Scores in groups that reach the bound, and those that do, over all rows of a document.
+
+    A row of fewer groups than the budget has no bound, and keeps all its scores.
+    """
+    most, pools = GEOMETRY.pool_budget * GROUP, tokens // GEOMETRY.index_kpool
+    short = min(most, pools)
+    of_short, long_rows = GEOMETRY.index_kpool * short * short // 2, GEOMETRY.index_kpool * (pools - short)
+    return of_short + long_rows * most, of_short + long_rows * SURVIVORS
 
 
 def attention_seconds(tokens: int, ranks: int) -> tuple[float, float, float, float]:

@@ -15,7 +15,7 @@ from mcore_dsa.kernels import compress, scoring, topk
 
 STRIP = {"first_ptr": "*i32", "visible_ptr": "*i32", "order_ptr": "*u32", "peak_ptr": "*u32"}
 SCORE = {"q_ptr": "*bf16", "weights_ptr": "*fp32", "key_ptr": "*bf16", **STRIP}
-SELECT = {**STRIP, "out_ptr": "*i32"}
+SELECT = {**STRIP, "column_ptr": "*i32", "out_ptr": "*i32"}
 COMPRESS = {"key_ptr": "*bf16", "gate_ptr": "*bf16", "ape_ptr": "*fp32", "token_ptr": "*i64", "out_ptr": "*bf16"}
 
 # Registers a thread and programs a multiprocessor at heads x channels: GLM-5.3-Flash's, the greatest, the smallest.

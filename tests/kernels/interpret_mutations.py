@@ -165,10 +165,24 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "the list begins again": ("topk", "peak_ptr + listed + run - 1", "peak_ptr + run - 1", the_best_of_many),
     "the tail of the list is left out": (
         "topk",
-        "for item in tl.range(0, listed * GROUP, BLOCK)",
-        "for item in tl.range(0, listed * GROUP // BLOCK * BLOCK, BLOCK)",
+        "listed * GROUP, BLOCK)",
+        "listed * GROUP // BLOCK * BLOCK, BLOCK)",
         the_best_of_many,
     ),
+    "the tail of the survivors is left out": (
+        "topk",
+        "tl.range(0, survivors, BLOCK)",
+        "tl.range(0, survivors // BLOCK * BLOCK, BLOCK)",
+        the_best,
+    ),
+    "survivors begin again": ("topk", "order_ptr + survivors + run - 1", "order_ptr + run - 1", the_best_of_many),
+    "survivors take the columns of others": (
+        "topk",
+        "column_ptr + survivors + run - 1",
+        "column_ptr + survivors + run",
+        the_best,
+    ),
+    "what equals the bound does not survive": ("topk", "(value >= bound)", "(value > bound)", the_best),
     "two counts share too few bits": (
         "topk",
         "is_level.to(tl.int32) << 16",
@@ -180,7 +194,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "what was kept has no maxima": (
         "topk",
         "        _peaks_of_kept(order_ptr",
-        "        _cut(order_ptr, peak_ptr, 1, 1, False, GROUP, BLOCK) if False else (order_ptr",
+        "        (order_ptr",
         the_best,
     ),
     "poison behind what was kept": (

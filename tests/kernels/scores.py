@@ -48,6 +48,7 @@ def select(
     first_BS = torch.tensor([[ranking.first for ranking in rankings]], dtype=torch.int32, device=device)
     visible_BS = torch.tensor([[len(ranking.order_P) for ranking in rankings]], dtype=torch.int32, device=device)
     selection_BSK = torch.full((1, rows, budget), 2**31 - 1, dtype=torch.int32, device=device)
+    column_RM = torch.full((rows, width), 2**31 - 1, dtype=torch.int32, device=device)
     for begin in range(0, whole, tiles):
         for row, column in enumerate(columns):
             # Of rows that take all they see, and behind a row's last tile, the scores write nothing.
@@ -59,6 +60,7 @@ def select(
         topk.select(
             order_RM,
             peak_RM,
+            column_RM,
             first_BS,
             visible_BS,
             selection_BSK,

@@ -51,6 +51,7 @@ class Strip:
             {
                 "order_RM": Buffer((self.rows, width), torch.uint32),
                 "peak_RM": Buffer((self.rows, width // GROUP), torch.uint32),
+                "column_RM": Buffer((self.rows, width), torch.int32),
             }
         )
 
@@ -193,6 +194,7 @@ class _Call:
                 )
             topk.select(
                 *buffers,
+                held["column_RM"],
                 *self.bounds,
                 self.selection_BSK,
                 block,
