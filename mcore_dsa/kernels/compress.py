@@ -25,7 +25,7 @@ _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(math.log(2.0) - 0.693359375)
 # Added and taken away, it rounds to the nearest integer, half to even, below 2**22.
 _INTEGERS = tl.constexpr(1.5 * 2.0**23)
-_SERIES = tuple(tl.constexpr(1.0 / math.factorial(k)) for k in range(7, -1, -1))
+_SERIES = tuple(1.0 / math.factorial(k) for k in range(7, -1, -1))
 
 
 @triton.jit
@@ -46,7 +46,9 @@ def _logit(gate_ptr, ape_ptr, line, channel, inside, j, DIM: tl.constexpr):
     return gate + tl.load(ape_ptr + j * DIM + channel, mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["elements", "batch"], do_not_specialize_on_alignment=["key_ptr", "gate_ptr", "ape_ptr"])
+@triton.jit(
+    do_not_specialize=["elements", "batch", "pools"], do_not_specialize_on_alignment=["key_ptr", "gate_ptr", "ape_ptr"]
+)
 def compress_kernel(
     key_ptr,
     gate_ptr,
