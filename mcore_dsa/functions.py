@@ -163,7 +163,8 @@ def sparse_attention(
             layout=layout.pool_token_BP,
             position_S=position_S,
         )
-    return resolve("auto", Target.of(layout.device, q_SBHC.dtype, kv_TBC.dtype)).attend(
+    target = Target.of(layout.device, q_SBHC.dtype, kv_TBC.dtype, channels=kv_TBC.shape[2])
+    return resolve("auto", target).attend(
         q_SBHC,
         kv_TBC.contiguous(),
         selection_BSK,

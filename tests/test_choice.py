@@ -12,7 +12,7 @@ from mcore_dsa.backends import Target, choose, resolve
 from mcore_dsa.backends.choice import triton_refusal
 from mcore_dsa.settings import KERNELS_VARIABLE
 
-FITS = Target("cuda", (9, 0), "3.7.1", (torch.bfloat16, torch.bfloat16), heads=32, dim=128)
+FITS = Target("cuda", (9, 0), "3.7.1", (torch.bfloat16, torch.bfloat16), heads=32, dim=128, channels=512)
 HERE = Target.of(torch.device("cpu"), torch.bfloat16, heads=32, dim=128)
 
 DOES_NOT: dict[str, tuple[dict[str, Any], str]] = {
@@ -29,6 +29,7 @@ DOES_NOT: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"heads": 65}, "heads is 65; accepted are 1 to 64"),
     "a small dim": ({"dim": 8}, "dim is 8; accepted are multiples of 16 up to 128"),
     "an odd dim": ({"dim": 100}, "dim is 100; accepted are multiples of 16 up to 128"),
+    "channels": ({"channels": 576}, "channels is 576; accepted are at most 512"),
     "a great dim": ({"dim": 256}, "dim is 256; accepted are multiples of 16 up to 128"),
 }
 

@@ -13,6 +13,8 @@ import pytest
 HERE = Path(__file__).parent / "kernels"
 
 
+# A minute or two each where nothing else runs.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", ["interpret", "compile"])
 def test_kernels(way: str, tmp_path: Path) -> None:
     files = sorted(HERE.glob(f"{way}_*.py"))

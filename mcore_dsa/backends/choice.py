@@ -29,6 +29,7 @@ class Target:
         triton: Triton's version, None where it is not installed.
         dtypes: of queries and keys.
         heads, dim: of the index queries; None where nothing is scored.
+        channels: of the latents; None where nothing is attended.
     """
 
     device_type: str
@@ -37,11 +38,13 @@ class Target:
     dtypes: tuple[torch.dtype, ...]
     heads: int | None = None
     dim: int | None = None
+    channels: int | None = None
 
     @classmethod
-    def of(cls, device: torch.device, *dtypes: torch.dtype, heads: int | None = None, dim: int | None = None) -> Target:
+    def of(cls, device: torch.device, *dtypes: torch.dtype, **sizes: int) -> Target:
+        """`sizes` are `heads`, `dim` and `channels`."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device.type, capability, _triton_version(), dtypes, heads, dim)
+        return cls(device.type, capability, _triton_version(), dtypes, **sizes)
 
     @classmethod
     def of_scores(cls, q_SBHD: Tensor, pool_key_PBD: Tensor) -> Target:
@@ -105,6 +108,8 @@ def triton_refusal(target: Target) -> str:
         return f"heads is {target.heads}; accepted are 1 to 64"
     if target.dim is not None and target.dim not in range(16, 129, 16):
         return f"dim is {target.dim}; accepted are multiples of 16 up to 128"
+    if target.channels is not None and target.channels > 512:
+        return f"channels is {target.channels}; accepted are at most 512"
     return ""
 
 

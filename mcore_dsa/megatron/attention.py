@@ -72,7 +72,11 @@ class KPoolDSAttention(MegatronModule):
         self.settings = read_settings()
         self.indexer = KPoolDSAIndexer(config, self.tp_group)
         target = Target.of(
-            parameter_device(config), config.params_dtype, heads=self.indexer.heads, dim=self.indexer.head_dim
+            parameter_device(config),
+            config.params_dtype,
+            heads=self.indexer.heads,
+            dim=self.indexer.head_dim,
+            channels=config.kv_lora_rank,
         )
         kernels = choose(self.settings.kernels.value, target)
         if self.tp_group.size() == 1 and self.cp_group is None:

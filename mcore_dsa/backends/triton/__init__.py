@@ -63,8 +63,9 @@ class TritonBackend:
             )
 
     @staticmethod
-    def attend(*arguments: Any, **options: Any) -> Tensor:
-        out_SBHC: Tensor = _attention().attend(*arguments, **options)
+    def attend(q_SBHC: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        with _current(q_SBHC.device):
+            out_SBHC: Tensor = _attention().attend(q_SBHC, *arguments, **options)
         return out_SBHC
 
     @staticmethod
