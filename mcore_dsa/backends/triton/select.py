@@ -21,8 +21,8 @@ from mcore_dsa.kernels.scoring import CHUNK, GROUP, POOLS, Block
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.workspace import Buffer, Workspace
 
-# Rows that go through the kernels together: one program of the top-k each.
-STRIP_ROWS = 512
+# Rows that go through the kernels together, one program of the top-k each; a call of a sharded layer has as many.
+STRIP_ROWS = 1024
 # A strip that holds this many tiles of pools a row reads what it kept of earlier ones some percent of its time.
 _GOOD_TILES = 128
 # Kernels count a strip's elements in int32.
@@ -132,6 +132,9 @@ def select_pools(
     )
     held = strip.workspace.allocate(layout.device)
     host_first_BS, host_visible_BS = bounds.on_host
+    scored_BS = host_visible_BS > budget
+    counters.scored_rows += int(scored_BS.sum())
+    counters.scored_pairs += int(host_visible_BS[scored_BS].sum())
     for sample in range(layout.batch):
         first_S, visible_S = host_first_BS[sample] - layout.first_pool_id, host_visible_BS[sample]
         for at in range(0, bounds.rows, strip.rows):
@@ -169,11 +172,8 @@ class _Call:
     ) -> None:
         """Select for the rows of one strip, whose bounds `first_R` and `visible_R` are on the host."""
         budget = self.selection_BSK.shape[2]
-        scored_R = visible_R > budget
-        counters.scored_rows += int(scored_R.sum())
-        counters.scored_pairs += int(visible_R[scored_R].sum())
         tiles_R = (first_R + visible_R + POOLS - 1) // POOLS - first_R // POOLS
-        whole = int(tiles_R[scored_R].max()) if scored_R.any() else 0
+        whole = int((tiles_R * (visible_R > budget)).max())
         tile_rows = scoring.rows_of_tile(self.q_SBHD.shape[2])
         for begin in range(0, max(whole, 1), strip.tiles):
             block = Block(sample, at, len(first_R), begin, strip.tiles, strip.head)
