@@ -159,8 +159,8 @@ def test_a_hundred_repetitions_are_equal() -> None:
 @pytest.mark.parametrize("levels", [1, 3, 40_000, 2**32 - 1])
 @pytest.mark.parametrize(("pools", "budget", "tiles"), [(262_144, 512, None), (262_144, 512, 700), (131_071, 3000, 90)])
 def test_the_best_of_random_bits(pools: int, budget: int, tiles: int | None, levels: int) -> None:
-    from kernels.interpret_topk import ranking
-    from kernels.scores import select as best
+    from interpret_topk import ranking
+    from scores import select as best
 
     rows = [ranking(pools - 999 * row, 37 * row, levels, row) for row in range(40)]
     found = best(rows, budget, tiles=tiles, device="cuda").cpu()
