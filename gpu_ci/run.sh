@@ -8,7 +8,7 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONPATH="$PWD:$PWD/tests:$PWD/gpu_ci${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/kernels:$PWD/gpu_ci${PYTHONPATH:+:$PYTHONPATH}"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 

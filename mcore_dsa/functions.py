@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import SelectionCounters, resolve
+from mcore_dsa.backends import SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
     check_bytes,
@@ -52,7 +52,7 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
     check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
     check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
     check_device(layout.device, key_TBD=key_TBD, gate_TBD=gate_TBD, ape_JD=ape_JD)
-    return resolve().compress(key_TBD, gate_TBD, ape_JD, layout)
+    return resolve("auto", Target.of(layout.device, key_TBD.dtype)).compress(key_TBD, gate_TBD, ape_JD, layout)
 
 
 @uncompiled
@@ -101,7 +101,7 @@ def select_pools(
     check_kind(SelectionCounters, counters=counters)
     check_bytes("score_bytes", score_bytes)
     check_bool(use_relu=use_relu)
-    return resolve().select(
+    return resolve("auto", Target.of_scores(q_SBHD, pool_key_PBD)).select(
         q_SBHD,
         weights_SBH,
         pool_key_PBD,
@@ -163,7 +163,8 @@ def sparse_attention(
             layout=layout.pool_token_BP,
             position_S=position_S,
         )
-    return resolve().attend(
+    target = Target.of(layout.device, q_SBHC.dtype, kv_TBC.dtype, channels=kv_TBC.shape[2])
+    return resolve("auto", target).attend(
         q_SBHC,
         kv_TBC.contiguous(),
         selection_BSK,

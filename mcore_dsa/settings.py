@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 # Ways to give the indexer's query rows to the ranks of a tensor-parallel group; "off" gives every row to every rank.
 Partition = Literal["off", "contiguous", "zigzag", "balanced"]
 # Implementations of compression, selection and attention; "auto" takes the fastest that keeps the contract here.
-Kernels = Literal["auto", "torch"]
+Kernels = Literal["auto", "torch", "triton"]
 
 PARTITION_VARIABLE = "SKYRL_DSA_INDEXER_TP_SHARD"
 SCORE_BYTES_VARIABLE = "MCORE_DSA_SCORE_BYTES"
@@ -120,7 +120,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_SCORE_BYTES),
         attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_ATTEND_BYTES),
         overlap=_read(environ, OVERLAP_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
-        kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, " and ".join(_KERNELS_WORDS), "auto"),
+        kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, "auto, torch and triton", "auto"),
         store=_read(environ, STORE_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
         store_bytes=_read(environ, STORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_STORE_BYTES),
     )

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import Backend, SelectionCounters, resolve
+from mcore_dsa.backends import Backend, SelectionCounters, Target, resolve
 from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
 from mcore_dsa.eager import uncompiled
@@ -81,7 +81,7 @@ def select_pools_sharded(
     plan = SelectionPlan(layout, layout.bounds(position_S), partition, rank)
     gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
     selection_BOK = select_own_rows(
-        resolve(),
+        resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD)),
         q_OBHD,
         weights_OBH,
         pool_key_PBD,

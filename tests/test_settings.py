@@ -106,8 +106,9 @@ def test_overlap_is_a_switch() -> None:
 def test_kernels_are_named() -> None:
     assert read_settings({}).kernels.value == "auto"
     assert read_settings({KERNELS_VARIABLE: " Torch "}).kernels.value == "torch"
-    (fault,) = read_settings({KERNELS_VARIABLE: "triton"}).faults
-    assert fault == "MCORE_DSA_KERNELS is 'triton'; accepted are auto and torch"
+    assert read_settings({KERNELS_VARIABLE: "TRITON"}).kernels.value == "triton"
+    (fault,) = read_settings({KERNELS_VARIABLE: "cuda"}).faults
+    assert fault == "MCORE_DSA_KERNELS is 'cuda'; accepted are auto, torch and triton"
 
 
 def test_every_fault_is_raised_at_once() -> None:

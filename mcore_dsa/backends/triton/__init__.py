@@ -1,0 +1,116 @@
+"""The backend in Triton kernels. They, and with them Triton, are imported by what first runs one.
+
+Letters of shapes: `mcore_dsa/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_dsa.backends.protocol import SelectionCounters
+from mcore_dsa.backends.torch import TorchBackend
+from mcore_dsa.kpool import PoolLayout, RowBounds
+
+
+class TritonBackend:
+    """`Backend` in Triton kernels, for bf16 queries and keys on CUDA; on the CPU under Triton's interpreter alone."""
+
+    name = "triton"
+
+    @staticmethod
+    def compress(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: PoolLayout) -> Tensor:
+        from mcore_dsa.kernels.compress import compress_keys
+
+        with _current(key_TBD.device):
+            return compress_keys(key_TBD, gate_TBD, ape_JD, layout)
+
+    @staticmethod
+    def select(
+        q_SBHD: Tensor,
+        weights_SBH: Tensor,
+        pool_key_PBD: Tensor,
+        layout: PoolLayout,
+        bounds: RowBounds,
+        *,
+        budget: int,
+        score_bytes: int,
+        use_relu: bool,
+        counters: SelectionCounters,
+    ) -> Tensor:
+        from mcore_dsa.backends.triton.probe import probe
+        from mcore_dsa.backends.triton.select import select_pools
+
+        with _current(layout.device):
+            if bounds.max_visible > budget:
+                probe(layout.device, *q_SBHD.shape[2:])
+            return select_pools(
+                q_SBHD,
+                weights_SBH,
+                pool_key_PBD,
+                layout,
+                bounds,
+                budget=budget,
+                score_bytes=score_bytes,
+                use_relu=use_relu,
+                counters=counters,
+            )
+
+    @staticmethod
+    def attend(q_SBHC: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        with _current(q_SBHC.device):
+            out_SBHC: Tensor = _attention().attend(q_SBHC, *arguments, **options)
+        return out_SBHC
+
+    @staticmethod
+    def fingerprint(device: torch.device, heads: int, dim: int) -> str:
+        from mcore_dsa.backends.triton.probe import fingerprint
+
+        with _current(device):
+            return fingerprint(device, heads, dim)
+
+    @staticmethod
+    def numerics(device: torch.device) -> Hashable:
+        """Nothing: a kernel's bits follow its binary, and that from what `fingerprint` names."""
+        return None
+
+    @staticmethod
+    def compress_bytes(pools: int, dim: int, pool_size: int) -> int:
+        return 0
+
+    @staticmethod
+    def select_bytes(device: torch.device, heads: int, dim: int, budget: int, pools: int, score_bytes: int) -> int:
+        from mcore_dsa.backends.triton.select import strip_for
+
+        return strip_for(heads, budget, score_bytes, pools=pools).workspace.nbytes
+
+    @staticmethod
+    def smallest_score_bytes(device: torch.device, heads: int, dim: int, budget: int) -> int:
+        from mcore_dsa.backends.triton.select import smallest_score_bytes
+
+        return smallest_score_bytes(heads, budget)
+
+    @staticmethod
+    def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
+        smallest: int = _attention().smallest_attend_bytes(
+            batch=batch, heads=heads, channels=channels, dtype=dtype, slots=slots
+        )
+        return smallest
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the process's current device, whatever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _attention() -> Any:
+    """What attends: the kernels where there are any, else torch's."""
+    if find_spec("mcore_dsa.kernels.attend") is None:
+        return TorchBackend
+    return import_module("mcore_dsa.kernels.attend")
