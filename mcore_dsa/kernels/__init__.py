@@ -1,0 +1,1 @@
+"""Triton kernels of compression, scoring, selection and attention."""
