@@ -1,14 +1,12 @@
-"""Sparse attention by rows: outputs, and the gradients of queries. One program takes one item and 16 of its heads.
+"""Sparse attention by rows: outputs, and the gradients of queries. A program takes one item and some of its heads.
 
-Letters of shapes: `mcore_dsa/__init__.py`. An item is a row of one sample, numbered `row * batch + sample`.
+Letters of shapes: `mcore_dsa/__init__.py`. Items: `items.py`. An item's slots are the tokens of its selected pools, in
+order, then those of its tail: as many as it can fill, whatever the budget.
 
-The slots of an item are the tokens of its selected pools, in order, then those of its tail: as many as it can fill,
-whatever the budget. Pools of a segment lie side by side, so that a row's position and what it sees tell where each
-begins. Ids are followed only where the row can see them: what else a caller brings leads nowhere.
-
-All tiles are `HEADS` x `SLOTS`, whatever the call holds: the bits of a head depend on its own query, latents and ids.
-Logits are kept times log2(e), for `exp2`. Weights are fp32; as operands beside bf16 values they are split in two bf16
-numbers, which together leave out at most 2**-17 of each.
+Tiles are of one size whatever the call holds: the bits of a head depend on its own query, latents and ids. Heads stand
+in the columns of products, of which the narrowest matrix instructions take 8. Logits are kept times log2(e), for
+`exp2`. Weights are fp32; as operands beside bf16 values they are split in two bf16 numbers, which together leave out at
+most 2**-17 of each.
 """
 
 from __future__ import annotations
@@ -16,53 +14,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# 16 heads are the rows of the smallest matrix instruction; with more heads or slots an SM holds one program, not two.
-HEADS = 16
-SLOTS = 32
-LOG2_E = 1.4426950408889634
+from mcore_dsa.kernels.items import find_pools, load_item
 
-INTEGERS = ["rows", "batch", "heads", "budget"]
+HEADS = 16
+# With more, an SM holds one program instead of two: the forward takes 196 registers, queries' gradients 186 (sm_90a).
+SLOTS = 32
+GRAD_SLOTS = 16
+
+INTEGERS = ["rows", "batch", "budget", "heads"]
 
 
 @triton.jit
-def add_product(total, weights, values, SPLIT: tl.constexpr):
-    """`total + weights @ values`: fp32 weights, values of the operands' dtype."""
+def add_product(total, values, weights, SPLIT: tl.constexpr):
+    """`total + values @ weights`: values of the operands' dtype, fp32 weights."""
     if SPLIT:
         high = weights.to(tl.bfloat16)
         low = (weights - high.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(low.to(values.dtype), values, total, input_precision="ieee")
-        total = tl.dot(high.to(values.dtype), values, total, input_precision="ieee")
+        total = tl.dot(values, low.to(values.dtype), total, input_precision="ieee")
+        total = tl.dot(values, high.to(values.dtype), total, input_precision="ieee")
     else:
-        total = tl.dot(weights, values, total, input_precision="ieee")
+        total = tl.dot(values, weights, total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def load_matrix(base_ptr, line, used, C: tl.constexpr, C_PADDED: tl.constexpr, OPERAND: tl.constexpr):
+def load_matrix(base_ptr, line, used, C: tl.constexpr, C_PADDED: tl.constexpr, OPERAND: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Lines of `C` channels, zeros where unused and behind the last channel."""
     channel = tl.arange(0, C_PADDED)
     mask = used[:, None]
     if C != C_PADDED:
         mask = mask & (channel < C)[None, :]
-    return tl.load(base_ptr + line[:, None] * C + channel[None, :], mask=mask, other=0.0).to(OPERAND)
+    matrix = tl.load(base_ptr + line[:, None] * C + channel[None, :], mask=mask, other=0.0, volatile=VOLATILE)
+    return matrix.to(OPERAND)
 
 
 @triton.jit
-def find_slots(selection_ptr, start, columns, slots, first, visible, origin, J: tl.constexpr, SLOTS: tl.constexpr):
-    """Tokens of the slots from `start` on, and which of them hold one; the tail's stand in the column behind the last.
-
-    Args:
-        selection_ptr: the item's ids.
-        columns, slots: how many the item can fill.
-        first, visible: id of the first pool that the row sees, and how many.
-        origin: token where that pool begins.
-    """
+def load_latents(
+    kv_ptr, selection_ptr, start, columns, slots, first, visible, origin, sample, batch,
+    J: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr, SLOTS: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """The latents of an item's slots from `start` on, zeros where a slot holds no token, and which hold one."""
     slot = start + tl.arange(0, SLOTS)
-    column = slot // J
-    pool = tl.load(selection_ptr + column, mask=column < columns, other=-1)
-    rank = tl.where(column < columns, pool - first, visible)
-    used = (slot < slots) & (rank >= 0) & ((rank < visible) | (column == columns))
-    return origin + rank * J + slot % J, used
+    rank, seen = find_pools(selection_ptr, slot // J, columns, first, visible)
+    used = seen & (slot < slots)
+    token = origin + rank * J + slot % J
+    return load_matrix(kv_ptr, token * batch + sample, used, C, C_PADDED, OPERAND), used
 
 
 @triton.jit
@@ -76,75 +72,66 @@ def store_heads(base_ptr, line, used, value, C: tl.constexpr, C_PADDED: tl.const
 def attend_kernel(
     q_ptr, kv_ptr, selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr,
     out_ptr, norm_ptr,
-    rows, batch, heads, budget, scale,
+    rows, batch, budget, heads, scale,
     J: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr,
-):
+):  # fmt: skip
     """Outputs, and the base-2 logarithm of each head's sum of exponentials; +inf where there is no token."""
     groups = tl.cdiv(heads, HEADS)
     item = tl.program_id(0).to(tl.int64) // groups
     head = tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
-    row, sample = item // batch, item % batch
-    place = sample * rows + row
-    visible, tail = tl.load(visible_ptr + place), tl.load(tail_ptr + place)
-    first, origin = tl.load(first_ptr + place), tl.load(position_ptr + row) + 1 - tail - visible * J
-    columns = tl.minimum(visible, budget).to(tl.int32)
-    slots = columns * J
-    if TAIL:
-        slots += tail.to(tl.int32)
+    sample, place, first, visible, origin, columns, tail = load_item(
+        position_ptr, first_ptr, visible_ptr, tail_ptr, item, rows, batch, budget, J, TAIL
+    )
     selection_ptr += place * budget
+    slots = columns * J + tail
 
     line = item * heads + head
     q = load_matrix(q_ptr, line, head < heads, C, C_PADDED, OPERAND)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     norm = tl.zeros([HEADS], tl.float32)
-    mixed = tl.zeros([HEADS, C_PADDED], tl.float32)
+    mixed = tl.zeros([C_PADDED, HEADS], tl.float32)
     tokens = 0
     for start in range(0, slots, SLOTS):
-        token, used = find_slots(selection_ptr, start, columns, slots, first, visible, origin, J, SLOTS)
-        kv = load_matrix(kv_ptr, token * batch + sample, used, C, C_PADDED, OPERAND)
-        logits = tl.dot(q, tl.trans(kv), input_precision="ieee") * scale
-        logits = tl.where(used[None, :], logits, float("-inf"))
-        higher = tl.maximum(peak, tl.max(logits, 1))
-        # Before the first token there is no peak to subtract.
+        kv, used = load_latents(
+            kv_ptr, selection_ptr, start, columns, slots, first, visible, origin, sample, batch,
+            J, C, C_PADDED, SLOTS, OPERAND,
+        )  # fmt: skip
+        logits = tl.dot(kv, tl.trans(q), input_precision="ieee") * scale
+        logits = tl.where(used[:, None], logits, float("-inf"))
+        higher = tl.maximum(peak, tl.max(logits, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(logits - shift[:, None])
+        weights = tl.exp2(logits - shift[None, :])
         fade = tl.exp2(peak - shift)
-        norm = norm * fade + tl.sum(weights, 1)
-        mixed = add_product(mixed * fade[:, None], weights, kv, SPLIT)
+        norm = norm * fade + tl.sum(weights, 0)
+        mixed = add_product(mixed * fade[None, :], tl.trans(kv), weights, SPLIT)
         peak = higher
         tokens += tl.sum(used.to(tl.int32))
     some = tokens > 0
-    store_heads(out_ptr, line, head < heads, tl.where(some, mixed / norm[:, None], 0.0), C, C_PADDED)
+    store_heads(out_ptr, line, head < heads, tl.trans(tl.where(some, mixed / norm[None, :], 0.0)), C, C_PADDED)
     tl.store(norm_ptr + line, tl.where(some, peak + tl.log2(norm), float("inf")), mask=head < heads)
-
-
 @triton.jit(do_not_specialize=INTEGERS)
 def query_grad_kernel(
     q_ptr, kv_ptr, selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr,
     out_ptr, norm_ptr, out_grad_ptr, q_grad_ptr, delta_ptr,
-    rows, batch, heads, budget, scale,
+    rows, batch, budget, heads, scale,
     J: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr,
-):
-    """Gradients of queries, without the scale's own log2(e), and `delta`, the sum of weights x their gradients.
+):  # fmt: skip
+    """Gradients of queries, and `delta`, the sum over an item's tokens of weights x their gradients.
 
-    A weight's logit has the gradient `weight * (its gradient - delta)`. The loop takes `guess`, the product of output
-    and its gradient, for `delta`: they differ by the output's own rounding. `delta` is summed beside it, and what the
-    difference makes, `weights @ kv` times it, is mended at the end by the output: rounded again, of next to nothing.
+    A weight's logit has the gradient `weight * (its gradient - delta)`. The loop takes `guess` for `delta`, the product
+    of the output and its gradient: they differ by the output's rounding alone. `delta` is summed beside it, and what
+    the difference makes, `weights @ kv` times it, is taken off at the end, where the output may stand for the mixture.
     """
     groups = tl.cdiv(heads, HEADS)
     item = tl.program_id(0).to(tl.int64) // groups
     head = tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
-    row, sample = item // batch, item % batch
-    place = sample * rows + row
-    visible, tail = tl.load(visible_ptr + place), tl.load(tail_ptr + place)
-    first, origin = tl.load(first_ptr + place), tl.load(position_ptr + row) + 1 - tail - visible * J
-    columns = tl.minimum(visible, budget).to(tl.int32)
-    slots = columns * J
-    if TAIL:
-        slots += tail.to(tl.int32)
+    sample, place, first, visible, origin, columns, tail = load_item(
+        position_ptr, first_ptr, visible_ptr, tail_ptr, item, rows, batch, budget, J, TAIL
+    )
     selection_ptr += place * budget
+    slots = columns * J + tail
 
     line = item * heads + head
     q = load_matrix(q_ptr, line, head < heads, C, C_PADDED, OPERAND)
@@ -153,16 +140,19 @@ def query_grad_kernel(
     guess = tl.sum(out * out_grad.to(tl.float32), 1)
     norm = tl.load(norm_ptr + line, mask=head < heads, other=float("inf"))
     delta = tl.zeros([HEADS], tl.float32)
-    mixed = tl.zeros([HEADS, C_PADDED], tl.float32)
+    mixed = tl.zeros([C_PADDED, HEADS], tl.float32)
     for start in range(0, slots, SLOTS):
-        token, used = find_slots(selection_ptr, start, columns, slots, first, visible, origin, J, SLOTS)
-        kv = load_matrix(kv_ptr, token * batch + sample, used, C, C_PADDED, OPERAND)
-        logits = tl.dot(q, tl.trans(kv), input_precision="ieee") * scale
-        weights = tl.where(used[None, :], tl.exp2(logits - norm[:, None]), 0.0)
-        weight_grad = tl.dot(out_grad, tl.trans(kv), input_precision="ieee")
-        delta += tl.sum(weights * weight_grad, 1)
-        mixed = add_product(mixed, weights * (weight_grad - guess[:, None]), kv, SPLIT)
-    out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32)
-    q_grad = (mixed - (delta - guess)[:, None] * out) * (scale * 0.6931471805599453)
+        kv, used = load_latents(
+            kv_ptr, selection_ptr, start, columns, slots, first, visible, origin, sample, batch,
+            J, C, C_PADDED, SLOTS, OPERAND,
+        )  # fmt: skip
+        logits = tl.dot(kv, tl.trans(q), input_precision="ieee") * scale
+        weights = tl.where(used[:, None], tl.exp2(logits - norm[None, :]), 0.0)
+        weight_grad = tl.dot(kv, tl.trans(out_grad), input_precision="ieee")
+        delta += tl.sum(weights * weight_grad, 0)
+        mixed = add_product(mixed, tl.trans(kv), weights * (weight_grad - guess[None, :]), SPLIT)
+    # Read once more, and volatile, lest the compiler keep it in registers through the loop.
+    out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32, VOLATILE=True)
+    q_grad = (tl.trans(mixed) - (delta - guess)[:, None] * out) * (scale * 0.6931471805599453)
     store_heads(q_grad_ptr, line, head < heads, q_grad, C, C_PADDED)
     tl.store(delta_ptr + line, delta, mask=head < heads)
