@@ -33,22 +33,22 @@ def store_cell(base_ptr, line, used, value, C: tl.constexpr, C_PADDED: tl.conste
     tl.store(base_ptr + line[None, :] * C + channel[:, None], value.to(base_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["unit_base", "list_base", "sum_base", "tokens", "batch", "heads"])
+@triton.jit(do_not_specialize=["low", "tokens", "batch", "heads"])
 def latent_grad_kernel(
     q_ptr, kv_ptr, out_grad_ptr, norm_ptr, delta_ptr, position_ptr,
-    item_ptr, unit_cell_ptr, list_start_ptr, unit_start_ptr, sum_start_ptr, cell_end_ptr,
+    item_ptr, part_cell_ptr, list_start_ptr, part_start_ptr, sum_start_ptr, cell_end_ptr,
     sum_ptr, kv_grad_ptr,
-    unit_base, list_base, sum_base, tokens, batch, heads, scale,
+    low, tokens, batch, heads, scale,
     J: tl.constexpr, J_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     PART: tl.constexpr, STEP: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One part of one cell's list: the gradient itself where it is the only part, else one of the sums to be added."""
-    cell = tl.load(unit_cell_ptr + tl.program_id(0))
+    """One part of one cell's list: the gradient itself where it is the only one, else one of the sums to be added."""
+    cell = tl.load(part_cell_ptr + tl.program_id(0))
     sample, token, used = load_cell(cell, tokens, cell_end_ptr, J, J_PADDED)
     start, end = tl.load(list_start_ptr + cell), tl.load(list_start_ptr + cell + 1)
-    part = tl.program_id(0) + unit_base - tl.load(unit_start_ptr + cell)
+    part = tl.program_id(0) + tl.load(part_start_ptr + low) - tl.load(part_start_ptr + cell)
     lines = (tl.minimum(end - start - part * PART, PART) * heads).to(tl.int32)
-    item_ptr += start - list_base + part * PART
+    item_ptr += start - tl.load(list_start_ptr + low) + part * PART
 
     latent_line = token * batch + sample
     kv = load_matrix(kv_ptr, latent_line, used, C, C_PADDED, OPERAND)
@@ -72,25 +72,25 @@ def latent_grad_kernel(
         total = add_product(total, tl.trans(out_grad), weights, SPLIT)
         total = add_product(total, tl.trans(q), logit_grad, SPLIT)
 
-    if tl.load(unit_start_ptr + cell + 1) - tl.load(unit_start_ptr + cell) == 1:
+    if tl.load(part_start_ptr + cell + 1) - tl.load(part_start_ptr + cell) == 1:
         store_cell(kv_grad_ptr, latent_line, used, total, C, C_PADDED)
     else:
-        sum_line = (tl.load(sum_start_ptr + cell) - sum_base + part) * J + tl.arange(0, J_PADDED)
+        sum_line = (tl.load(sum_start_ptr + cell) - tl.load(sum_start_ptr + low) + part) * J + tl.arange(0, J_PADDED)
         store_cell(sum_ptr, sum_line, tl.arange(0, J_PADDED) < J, total, C, C_PADDED)
 
 
-@triton.jit(do_not_specialize=["cell_base", "sum_base", "tokens", "batch"])
+@triton.jit(do_not_specialize=["low", "tokens", "batch"])
 def add_parts_kernel(
-    unit_start_ptr, sum_start_ptr, cell_end_ptr, sum_ptr, kv_grad_ptr,
-    cell_base, sum_base, tokens, batch,
+    part_start_ptr, sum_start_ptr, cell_end_ptr, sum_ptr, kv_grad_ptr,
+    low, tokens, batch,
     J: tl.constexpr, J_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a cell whose list has several parts: their sums, in order."""
-    cell = tl.program_id(0) + cell_base
-    parts = (tl.load(unit_start_ptr + cell + 1) - tl.load(unit_start_ptr + cell)).to(tl.int32)
+    cell = tl.program_id(0) + low
+    parts = (tl.load(part_start_ptr + cell + 1) - tl.load(part_start_ptr + cell)).to(tl.int32)
     if parts > 1:
         sample, token, used = load_cell(cell, tokens, cell_end_ptr, J, J_PADDED)
-        line = (tl.load(sum_start_ptr + cell) - sum_base) * J + tl.arange(0, J_PADDED)
+        line = (tl.load(sum_start_ptr + cell) - tl.load(sum_start_ptr + low)) * J + tl.arange(0, J_PADDED)
         total = tl.zeros([J_PADDED, C_PADDED], tl.float32)
         for part in range(0, parts):
             total += load_matrix(sum_ptr, line + part * J, used, C, C_PADDED, tl.float32)

@@ -108,6 +108,7 @@ def attend_kernel(
         peak = higher
         tokens += tl.sum(used.to(tl.int32))
     some = tokens > 0
+    norm = tl.where(some, norm, 1.0)
     store_heads(out_ptr, line, head < heads, tl.trans(tl.where(some, mixed / norm[None, :], 0.0)), C, C_PADDED)
     tl.store(norm_ptr + line, tl.where(some, peak + tl.log2(norm), float("inf")), mask=head < heads)
 @triton.jit(do_not_specialize=INTEGERS)
