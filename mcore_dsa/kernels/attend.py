@@ -69,8 +69,8 @@ def attend(
     `[pool_size, c]` fp32 for every `PART` rows. Beyond it: the number a head and row that forward keeps and another in
     backward, 8 bytes a row of every sample, 48 a token.
 
-    Raises: TypeError for fp64, ValueError for more channels than 512, for too small an `attend_bytes`, and for faults of
-    the selection.
+    Raises: TypeError for fp64; ValueError for more channels than 512, too small an `attend_bytes`, and a selection that
+    is none.
     """
     if torch.float64 in (q_SBHC.dtype, kv_LBC.dtype):
         raise TypeError("q_SBHC or kv_TBC is torch.float64; accepted are torch.bfloat16, torch.float16, torch.float32")
@@ -82,9 +82,7 @@ def attend(
             f"attend_bytes is {attend_bytes}; accepted are at least {smallest}, which hold a list of {PART} rows"
         )
     call = _Call(layout, always_select_tail, softmax_scale, attend_bytes, kept, shards)
-    out_SBHC: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q_SBHC, kv_LBC, selection_BSK, bounds, call
-    )
+    out_SBHC: Tensor = _SparseAttention.apply(q_SBHC, kv_LBC, selection_BSK, bounds, call)
     return out_SBHC
 
 
@@ -128,7 +126,7 @@ class _SparseAttention(torch.autograd.Function):
     ) -> Tensor:
         items = Items.of(selection_BSK, call.layout, bounds, tail=call.tail)
         q, kv_TBC = q_SBHC.contiguous(), call.latents(kv_LBC)
-        rows, batch, heads, channels = q.shape
+        heads = q.shape[2]
         out_SBHC = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         norm_SBH = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         fault_2 = find_faults(items)

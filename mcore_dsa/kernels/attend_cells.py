@@ -92,6 +92,6 @@ def add_parts_kernel(
         sample, token, used = load_cell(cell, tokens, cell_end_ptr, J, J_PADDED)
         line = (tl.load(sum_start_ptr + cell) - tl.load(sum_start_ptr + low)) * J + tl.arange(0, J_PADDED)
         total = tl.zeros([J_PADDED, C_PADDED], tl.float32)
-        for part in range(0, parts):
+        for part in range(parts):
             total += load_matrix(sum_ptr, line + part * J, used, C, C_PADDED, tl.float32)
         store_cell(kv_grad_ptr, token * batch + sample, used, tl.trans(total), C, C_PADDED)

@@ -6,7 +6,7 @@ order, then those of its tail: as many as it can fill, whatever the budget.
 Tiles are of one size whatever the call holds: the bits of a head depend on its own query, latents and ids. Heads stand
 in the columns of products, of which the narrowest matrix instructions take 8. Logits are kept times log2(e), for
 `exp2`. Weights are fp32; as operands beside bf16 values they are split in two bf16 numbers, which together leave out at
-most 2**-17 of each.
+most 2**-16 of each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def add_product(total, values, weights, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def load_matrix(base_ptr, line, used, C: tl.constexpr, C_PADDED: tl.constexpr, OPERAND: tl.constexpr, VOLATILE: tl.constexpr = False):
+def load_matrix(
+    base_ptr, line, used, C: tl.constexpr, C_PADDED: tl.constexpr, OPERAND: tl.constexpr, VOLATILE: tl.constexpr = False
+):
     """Lines of `C` channels, zeros where unused and behind the last channel."""
     channel = tl.arange(0, C_PADDED)
     mask = used[:, None]
@@ -111,6 +113,8 @@ def attend_kernel(
     norm = tl.where(some, norm, 1.0)
     store_heads(out_ptr, line, head < heads, tl.trans(tl.where(some, mixed / norm[None, :], 0.0)), C, C_PADDED)
     tl.store(norm_ptr + line, tl.where(some, peak + tl.log2(norm), float("inf")), mask=head < heads)
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def query_grad_kernel(
     q_ptr, kv_ptr, selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr,

@@ -1,8 +1,8 @@
 """What the kernels of attention read of rows, and how they are launched.
 
-Letters of shapes: `mcore_dsa/__init__.py`. An item is a row of one sample, numbered `row * batch + sample`. The pools of
-a segment lie side by side: a row's position and what it sees tell where each begins, and no table is looked up. Ids are
-followed only where the row can see them, so that whatever a caller brings, nothing beyond its segment is read.
+Letters of shapes: `mcore_dsa/__init__.py`. An item is a row of one sample, numbered `row * batch + sample`. The pools
+of a segment lie side by side: a row's position and what it sees tell where each begins, and no table is looked up. Ids
+are followed only where the row can see them, so that whatever a caller brings, nothing beyond its segment is read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_dsa.kpool import PoolLayout, RowBounds
+
+# Subnormal numbers are kept.
+OPTIONS = {"num_stages": 2, "enable_reflect_ftz": False}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +35,10 @@ class Items:
 
     @classmethod
     def of(cls, selection_BSK: Tensor, layout: PoolLayout, bounds: RowBounds, *, tail: bool) -> Items:
-        tensors = (selection_BSK, bounds.position_S, bounds.first_BS, bounds.visible_BS, bounds.tail_BS)
-        return cls(*(x.contiguous() for x in tensors), layout.pool_size, tail)
+        position_S, first_BS, visible_BS, tail_BS = (
+            x.contiguous() for x in (bounds.position_S, bounds.first_BS, bounds.visible_BS, bounds.tail_BS)
+        )
+        return cls(selection_BSK.contiguous(), position_S, first_BS, visible_BS, tail_BS, layout.pool_size, tail)
 
     def __len__(self) -> int:
         return self.first_BS.numel()
@@ -54,10 +59,10 @@ class Items:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Run as many programs of a kernel on the device of its first argument; subnormal numbers are kept."""
+    """Run as many programs of a kernel on the device of its first argument."""
     if programs:
         with torch.cuda.device_of(arguments[0]):
-            kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=2, enable_reflect_ftz=False, **constants)
+            kernel[(programs,)](*arguments, num_warps=num_warps, **OPTIONS, **constants)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """How far attention in fp32, of fp32 or bf16 inputs, may be from float64: derived, element by element.
 
 Notation: u the unit roundoff of fp32, `out` that of the results' dtype, `split` what the two bf16 parts of a weight may
-leave out of it, C channels, W slots, `a` the greatest `scale |q| . |kv|` of a head, `A` the greatest `|out_grad| . |kv|`.
+leave out of it, C channels, W slots, `a` the greatest `scale |q| . |kv|` of a head, `A` that of `|out_grad| . |kv|`.
 First-order terms, each with room for the few operations around it:
 
 - A logit is off by `(C + 8) u a`. The base-2 logarithms of sums are logits too, so that a weight, an exponential of a
