@@ -60,11 +60,11 @@ def latent_grad_kernel(
         line = item * heads + place % heads
         q = load_matrix(q_ptr, line, valid, C, C_PADDED, OPERAND)
         out_grad = load_matrix(out_grad_ptr, line, valid, C, C_PADDED, OPERAND)
-        norm = tl.load(norm_ptr + line, mask=valid, other=float("inf"))
+        norm = tl.load(norm_ptr + line, mask=valid, other=0.0)
         delta = tl.load(delta_ptr + line, mask=valid, other=0.0)
         position = tl.load(position_ptr + item // batch, mask=valid, other=-1)
         # A row that attends a cell attends its tokens up to its own: all of a pool, and of the tail's cell the tail.
-        seen = used[None, :] & (token[None, :] <= position[:, None])
+        seen = token[None, :] <= position[:, None]
         logits = tl.dot(q, tl.trans(kv), input_precision="ieee") * scale
         weights = tl.where(seen, tl.exp2(logits - norm[:, None]), 0.0)
         weight_grad = tl.dot(out_grad, tl.trans(kv), input_precision="ieee")

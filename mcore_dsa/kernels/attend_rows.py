@@ -78,7 +78,7 @@ def attend_kernel(
     J: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Outputs, and the base-2 logarithm of each head's sum of exponentials; +inf where there is no token."""
+    """Outputs, and the base-2 logarithm of each head's sum of exponentials; -inf where there is no token."""
     groups = tl.cdiv(heads, HEADS)
     item = tl.program_id(0).to(tl.int64) // groups
     head = tl.program_id(0) % groups * HEADS + tl.arange(0, HEADS)
@@ -109,10 +109,9 @@ def attend_kernel(
         mixed = add_product(mixed * fade[None, :], tl.trans(kv), weights, SPLIT)
         peak = higher
         tokens += tl.sum(used.to(tl.int32))
-    some = tokens > 0
-    norm = tl.where(some, norm, 1.0)
-    store_heads(out_ptr, line, head < heads, tl.trans(tl.where(some, mixed / norm[None, :], 0.0)), C, C_PADDED)
-    tl.store(norm_ptr + line, tl.where(some, peak + tl.log2(norm), float("inf")), mask=head < heads)
+    norm = tl.where(tokens > 0, norm, 1.0)
+    store_heads(out_ptr, line, head < heads, tl.trans(mixed / norm[None, :]), C, C_PADDED)
+    tl.store(norm_ptr + line, peak + tl.log2(norm), mask=head < heads)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -143,7 +142,7 @@ def query_grad_kernel(
     out_grad = load_matrix(out_grad_ptr, line, head < heads, C, C_PADDED, OPERAND)
     out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32)
     guess = tl.sum(out * out_grad.to(tl.float32), 1)
-    norm = tl.load(norm_ptr + line, mask=head < heads, other=float("inf"))
+    norm = tl.load(norm_ptr + line, mask=head < heads, other=0.0)
     delta = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([C_PADDED, HEADS], tl.float32)
     for start in range(0, slots, SLOTS):

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mcore_dsa.backends.protocol import Kept, LatentShards
 from mcore_dsa.kernels import attend as kernels
-from mcore_dsa.kernels.inverse_lists import ENTRY_BYTES
+from mcore_dsa.kernels.inverse_lists import ENTRY_BYTES, InverseLists
+from mcore_dsa.kernels.items import Items
 
 NAN = float("nan")
 LEAST = 3 * ENTRY_BYTES
@@ -112,6 +113,37 @@ def test_a_row_of_one_token_has_no_gradient_through_its_weight() -> None:
     assert float(q_grad.abs().max()) < 2.0**-9
 
 
+def test_a_cell_ends_with_its_segment() -> None:
+    """The tail's cell of the first document reaches into the second, and is written last: its list has two parts."""
+    case = Case.random([[(0, 6), (6, 9)], [(0, 9)]], 9, heads=2)
+    assert_within_bounds(case.rows(torch.tensor([4, 5, 5, 4, 5, 6, 7, 8])))
+
+
+@given(LAYOUTS, GEOMETRIES, st.sampled_from([0, 5 * ENTRY_BYTES, 1 << 28]))
+@hypothesis_settings(max_examples=20)
+def test_lists_hold_every_row_of_a_cell_in_order(segmentation, geometry, scratch_bytes) -> None:
+    case = Case.random(*segmentation, **geometry)
+    layout, bounds, (batch, rows, _) = case.layout, case.layout.bounds(case.position), case.selection.shape
+    expected: dict[int, list[int]] = {}
+    for row, sample in ((row, sample) for row in range(rows) for sample in range(batch)):
+        firsts = [int(layout.pool_token_BP[sample, pool]) for pool in case.selection[sample, row] if pool >= 0]
+        tail = int(bounds.tail_BS[sample, row])
+        firsts += [int(case.position[row]) + 1 - tail] if case.tail and tail else []
+        for first in firsts:
+            expected.setdefault(sample * layout.num_tokens + first, []).append(row * batch + sample)
+    lists = InverseLists(Items.of(case.selection, layout, bounds, tail=case.tail), layout.num_tokens, 3)
+    found: dict[int, list[int]] = {}
+    for strip in lists.strips(scratch_bytes, 8):
+        sizes = lists.start_3X[0, strip.low : strip.high + 1].diff()
+        cells = range(strip.low, strip.high)
+        found |= {cell: part.tolist() for cell, part in zip(cells, strip.item_X.split(sizes.tolist()), strict=True)}
+        parts = [-(-size // 3) for size in sizes.tolist()]
+        assert strip.part_cell_X.tolist() == [cell for cell, n in zip(cells, parts, strict=True) for _ in range(n)]
+        assert strip.sums == sum(n for n in parts if n > 1)
+        assert len(strip.item_X) * ENTRY_BYTES <= scratch_bytes or sum(size > 0 for size in sizes.tolist()) == 1
+    assert {cell: items for cell, items in found.items() if items} == expected
+
+
 @given(LAYOUTS, GEOMETRIES, st.data())
 @hypothesis_settings(max_examples=8)
 def test_a_row_and_head_alone_is_itself(segmentation, geometry, data) -> None:
@@ -127,10 +159,10 @@ def test_a_row_and_head_alone_is_itself(segmentation, geometry, data) -> None:
 
 def test_neither_pack_nor_batch_nor_budget_moves_a_bit() -> None:
     """Gradients of latents too: the lists of a document are those of the document alone, and never cut."""
-    documents = [(0, 9), (9, 22), (23, 30)]
-    case = Case.random([documents, [(2, 29)]], 30, heads=3)
+    documents = [(0, 5), (5, 15), (16, 21)]
+    case = Case.random([documents, [(2, 20)]], 21, heads=3)
     whole = run(case)
-    assert_equal(run(case, attend_bytes=8 * LEAST), whole)
+    assert_equal(run(case, attend_bytes=30 * LEAST), whole)
     for begin, end in documents:
         alone = Case.random([[(0, end - begin)]], end - begin, heads=3)
         first = int(case.layout.bounds(torch.tensor([begin])).first_BS[0, 0])
