@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from layouts import segmentations
+from live_bytes import allocated_bytes
 from torch import Tensor
 
 from mcore_dsa.backends.protocol import Kept, LatentShards
@@ -175,6 +176,16 @@ def test_neither_pack_nor_batch_nor_budget_moves_a_bit() -> None:
             selection=torch.where(selection < 0, selection, selection - first),
         )
         assert_equal(run(alone), tuple(x[begin:end, :1] for x in whole))
+
+
+def test_backward_holds_what_it_says() -> None:
+    """Gradients; 4 bytes a row and head, 8 a row, 48 a token; and lists, of the budget at least half."""
+    case, attend_bytes = Case.random([[(0, 160)]], 160, rows=30, heads=1, budget=12), 1 << 13
+    q, kv = case.q.requires_grad_(), case.kv.requires_grad_()
+    out = attended(case, q, kv, attend_bytes)
+    peak, _ = allocated_bytes(lambda: torch.autograd.grad(out, (q, kv), case.out_grad))
+    beside = q.nbytes + kv.nbytes + 30 * (4 + 8) + 160 * 48
+    assert beside + attend_bytes // 2 <= peak <= beside + attend_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
