@@ -27,6 +27,8 @@ from mcore_dsa.kpool import PoolLayout, RowBounds, raise_if_unseen
 LOG2_E = 1.4426950408889634
 # A tile of latents, a mixture of as many channels a head: what fits the registers of one program.
 MOST_CHANNELS = 512
+# Compiled for fp32, a thread spills up to 21 KB: that is for the interpreter, where rounding does not hide an error.
+DTYPES = (torch.bfloat16, torch.float32) if triton.knobs.runtime.interpret else (torch.bfloat16,)
 
 
 class Kept(Protocol):
@@ -64,16 +66,19 @@ def attend(
 ) -> Tensor:
     """`mcore_dsa.sparse_attention` for arguments that fit, of rows that are located.
 
-    bf16 queries and latents run on matrix instructions; where one of them is fp32 or fp16, products are of fp32.
+    bf16 queries and latents; under Triton's interpreter fp32 as well.
     `attend_bytes` bounds the lists of backward, but for a single pool's, of at most `ENTRY_BYTES` a row and a sum of
     `[pool_size, c]` fp32 for every `PART` rows. Beyond it: the number a head and row that forward keeps and another in
     backward, 8 bytes a row of every sample, 48 a token.
 
-    Raises: TypeError for fp64; ValueError for more channels than 512, too small an `attend_bytes`, and a selection that
+    Raises: TypeError for other dtypes; ValueError for more channels than 512, too small an `attend_bytes`, and a selection that
     is none.
     """
-    if torch.float64 in (q_SBHC.dtype, kv_LBC.dtype):
-        raise TypeError("q_SBHC or kv_TBC is torch.float64; accepted are torch.bfloat16, torch.float16, torch.float32")
+    if q_SBHC.dtype != kv_LBC.dtype or q_SBHC.dtype not in DTYPES:
+        accepted = ", ".join(map(str, DTYPES))
+        raise TypeError(
+            f"q_SBHC is {q_SBHC.dtype} and kv_TBC is {kv_LBC.dtype}; accepted is one of {accepted} for both in Triton"
+        )
     if kv_LBC.shape[2] > MOST_CHANNELS:
         raise ValueError(f"channels is {kv_LBC.shape[2]}; accepted are at most {MOST_CHANNELS}")
     smallest = PART * ENTRY_BYTES
@@ -106,9 +111,9 @@ class _Call:
         """Those of all tokens, as kernels read them."""
         return (kv_LBC if self.shards is None else self.shards.gather(kv_LBC)).contiguous()
 
-    def constants(self, q_SBHC: Tensor, kv_TBC: Tensor) -> dict[str, Any]:
+    def constants(self, kv_TBC: Tensor) -> dict[str, Any]:
         """What all kernels of attention are compiled for beside the pool size."""
-        channels, low = kv_TBC.shape[2], q_SBHC.dtype == kv_TBC.dtype == torch.bfloat16
+        channels, low = kv_TBC.shape[2], kv_TBC.dtype == torch.bfloat16
         # Triton's interpreter multiplies the bits of bf16 as if they were integers.
         narrow = low and not triton.knobs.runtime.interpret
         return {
@@ -134,7 +139,7 @@ class _SparseAttention(torch.autograd.Function):
             attend_kernel,
             len(items) * triton.cdiv(heads, HEADS),
             *(q, kv_TBC, *items.pointers, out_SBHC, norm_SBH, *items.sizes, heads, call.softmax_scale * LOG2_E),
-            **items.constants | call.constants(q, kv_TBC) | {"HEADS": HEADS, "SLOTS": SLOTS},
+            **items.constants | call.constants(kv_TBC) | {"HEADS": HEADS, "SLOTS": SLOTS},
         )
         unseen, disordered = fault_2.cpu()
         raise_if_unseen(unseen)
@@ -164,7 +169,7 @@ class _SparseAttention(torch.autograd.Function):
         selection_BSK = selection_BOK if call.kept is None else call.kept.restore(selection_BOK)
         items = Items.of(selection_BSK, call.layout, RowBounds(*of_rows), tail=call.tail)
         q, kv_TBC, out_grad = q_SBHC.contiguous(), call.latents(kv_LBC), out_grad_SBHC.contiguous()
-        heads, constants = q.shape[2], items.constants | call.constants(q, kv_TBC)
+        heads, constants = q.shape[2], items.constants | call.constants(kv_TBC)
         q_grad_SBHC, delta_SBH = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(norm_SBH)
         launch(
             query_grad_kernel,
@@ -220,7 +225,7 @@ def _add_strip(
     list_start_X, part_start_X, sum_start_X = lists.start_3X
     sum_XC = torch.empty(strip.sums * pool_size, channels, dtype=torch.float32, device=kv_grad_TBC.device)
     sizes = {"J": pool_size, "J_PADDED": max(8, triton.next_power_of_2(pool_size))}
-    constants = call.constants(inputs.q_SBHC, inputs.kv_TBC)
+    constants = call.constants(inputs.kv_TBC)
     launch(
         latent_grad_kernel,
         len(strip.part_cell_X),

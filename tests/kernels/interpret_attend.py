@@ -102,9 +102,10 @@ def wide_case(dtype: torch.dtype = torch.float32, rows: int = 9) -> Case:
     return replace(case, selection=selection, kv=growing).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_several_tiles(dtype: torch.dtype) -> None:
-    assert_within_bounds(wide_case(dtype))
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 0.3), (torch.bfloat16, 0.3), (torch.float32, 30.0)])
+def test_rows_of_several_tiles(dtype: torch.dtype, scale: float) -> None:
+    """At the greater scale the peaks of tiles lie further apart than an exponential reaches."""
+    assert_within_bounds(replace(wide_case(dtype), scale=scale))
 
 
 def test_a_row_of_one_token_has_no_gradient_through_its_weight() -> None:
@@ -224,6 +225,7 @@ REFUSED: dict[str, tuple[int, list[int], str]] = {
     "below -1": (39, [-(2**31), -1, -1], "ascending ids"),
     "of the future": (0, [POOLS - 1, -1, -1], "cannot see"),
     "no pool of the sample": (36, [0, 8, 9], "cannot see"),
+    "next to be complete": (36, [0, 7, 8], "cannot see"),
     "descending": (36, [1, 0, -1], "ascending ids"),
     "twice": (36, [2, 2, 3], "ascending ids"),
     "-1 before others": (36, [-1, 0, 1], "ascending ids"),
@@ -300,7 +302,9 @@ def test_what_it_cannot_do_is_refused() -> None:
     case = Case.random([[(0, 5)]], 5)
     with pytest.raises(ValueError, match=f"attend_bytes is 1; accepted are at least {LEAST},"):
         run(case, attend_bytes=1)
-    with pytest.raises(TypeError, match=r"is torch\.float64; accepted are"):
+    with pytest.raises(TypeError, match=r"kv_TBC is torch\.float64; accepted is one of torch\.bfloat16"):
         run(case.to(torch.float64))
+    with pytest.raises(TypeError, match=r"q_SBHC is torch\.float32 and kv_TBC is torch\.bfloat16; accepted is one of"):
+        run(replace(case, kv=case.kv.bfloat16()))
     with pytest.raises(ValueError, match="channels is 513; accepted are at most 512"):
         run(Case.random([[(0, 5)]], 5, channels=513))
