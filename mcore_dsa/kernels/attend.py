@@ -71,8 +71,8 @@ def attend(
     `[pool_size, c]` fp32 for every `PART` rows. Beyond it: the number a head and row that forward keeps and another in
     backward, 8 bytes a row of every sample, 48 a token.
 
-    Raises: TypeError for other dtypes; ValueError for more channels than 512, too small an `attend_bytes`, and a selection that
-    is none.
+    Raises: TypeError for other dtypes; ValueError for more channels than 512, too small an `attend_bytes`, and a
+    selection that is none.
     """
     if q_SBHC.dtype != kv_LBC.dtype or q_SBHC.dtype not in DTYPES:
         accepted = ", ".join(map(str, DTYPES))

@@ -64,6 +64,7 @@ def latent_grad_kernel(
         delta = tl.load(delta_ptr + line, mask=valid, other=0.0)
         position = tl.load(position_ptr + item // batch, mask=valid, other=-1)
         # A row that attends a cell attends its tokens up to its own: all of a pool, and of the tail's cell the tail.
+        # What the columns behind the cell come to is stored nowhere.
         seen = token[None, :] <= position[:, None]
         logits = tl.dot(q, tl.trans(kv), input_precision="ieee") * scale
         weights = tl.where(seen, tl.exp2(logits - norm[:, None]), 0.0)
