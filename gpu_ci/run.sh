@@ -42,6 +42,7 @@ SKYRL_DSA_INDEXER_TP_SHARD=1 "$PYTHON" -m torch.distributed.run --standalone --n
     --training.steps 20 --training.dtype bf16 --logging.progress false "$compare" || failed+=("training")
 
 "$PYTHON" gpu_ci/measure.py || failed+=("measurements")
+"$PYTHON" gpu_ci/measure_attention.py || failed+=("measurements of attention")
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "gpu_ci: FAILED: ${failed[*]}" >&2
