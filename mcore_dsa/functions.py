@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import SelectionCounters, Target, resolve
+from mcore_dsa.attend import attend
+from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
     check_bytes,
@@ -163,17 +164,9 @@ def sparse_attention(
             layout=layout.pool_token_BP,
             position_S=position_S,
         )
+    call = AttentionCall(layout, layout.bounds(position_S), softmax_scale, always_select_tail, attend_bytes)
     target = Target.of(layout.device, q_SBHC.dtype, kv_TBC.dtype, channels=kv_TBC.shape[2])
-    return resolve("auto", target).attend(
-        q_SBHC,
-        kv_TBC.contiguous(),
-        selection_BSK,
-        layout,
-        layout.bounds(position_S),
-        softmax_scale=softmax_scale,
-        always_select_tail=always_select_tail,
-        attend_bytes=attend_bytes,
-    )
+    return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=resolve("auto", target))
 
 
 def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softmax_scale: float) -> Tensor:

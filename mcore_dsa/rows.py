@@ -100,6 +100,19 @@ class RowPartition:
             raise ValueError(f"rank is {rank}; accepted is 0 <= rank < {self.group_size}")
         return self.shards[rank]
 
+    def runs(self, rank: int, places: range) -> list[range]:
+        """Which rows stand at `places` of the shard of `rank`, counted through its slices; places behind it hold none.
+
+        Raises: as `slices`.
+        """
+        runs, offset = [], 0
+        for part in self.slices(rank):
+            here = overlap(range(offset, offset + len(part)), places)
+            if here:
+                runs.append(range(part.start + here.start - offset, part.start + here.stop - offset))
+            offset += len(part)
+        return runs
+
 
 @dataclass(frozen=True)
 class RowExchange:

@@ -1,6 +1,6 @@
 """Implementations of compression, selection and attention behind one protocol."""
 
 from mcore_dsa.backends.choice import Choice, Target, choose, resolve
-from mcore_dsa.backends.protocol import Backend, Kept, LatentShards, SelectionCounters
+from mcore_dsa.backends.protocol import AttentionCall, Backend, SelectionCounters
 
-__all__ = ["Backend", "Choice", "Kept", "LatentShards", "SelectionCounters", "Target", "choose", "resolve"]
+__all__ = ["AttentionCall", "Backend", "Choice", "SelectionCounters", "Target", "choose", "resolve"]

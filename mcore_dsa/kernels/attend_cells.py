@@ -26,23 +26,26 @@ def load_cell(cell, tokens, cell_end_ptr, J: tl.constexpr, J_PADDED: tl.constexp
 
 
 @triton.jit
-def store_cell(base_ptr, line, used, value, C: tl.constexpr, C_PADDED: tl.constexpr):
-    """Store `value`, `[c, j]`, as lines of `C` channels."""
+def store_cell(base_ptr, line, used, value, ADD: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr):
+    """Store `value`, `[c, j]`, as lines of `C` channels, or add it to what stands there."""
     channel = tl.arange(0, C_PADDED)
     mask = used[None, :] & (channel < C)[:, None]
-    tl.store(base_ptr + line[None, :] * C + channel[:, None], value.to(base_ptr.dtype.element_ty), mask=mask)
+    place = base_ptr + line[None, :] * C + channel[:, None]
+    if ADD:
+        value += tl.load(place, mask=mask, other=0.0)
+    tl.store(place, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["low", "tokens", "batch", "heads"])
 def latent_grad_kernel(
     q_ptr, kv_ptr, out_grad_ptr, norm_ptr, delta_ptr, position_ptr,
-    item_ptr, part_cell_ptr, list_start_ptr, part_start_ptr, sum_start_ptr, cell_end_ptr,
-    sum_ptr, kv_grad_ptr,
+    item_ptr, part_cell_ptr, list_start_ptr, part_start_ptr, part_sum_start_ptr, cell_end_ptr,
+    part_sum_ptr, sum_ptr,
     low, tokens, batch, heads, scale,
     J: tl.constexpr, J_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     PART: tl.constexpr, STEP: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One part of one cell's list: the gradient itself where it is the only one, else one of the sums to be added."""
+    """One part of one cell's list: added to the gradient where it is the only one, else one of the sums to be added."""
     cell = tl.load(part_cell_ptr + tl.program_id(0))
     sample, token, used = load_cell(cell, tokens, cell_end_ptr, J, J_PADDED)
     start, end = tl.load(list_start_ptr + cell), tl.load(list_start_ptr + cell + 1)
@@ -74,25 +77,25 @@ def latent_grad_kernel(
         total = add_product(total, tl.trans(q), logit_grad, SPLIT)
 
     if tl.load(part_start_ptr + cell + 1) - tl.load(part_start_ptr + cell) == 1:
-        store_cell(kv_grad_ptr, latent_line, used, total, C, C_PADDED)
+        store_cell(sum_ptr, latent_line, used, total, True, C, C_PADDED)
     else:
-        sum_line = (tl.load(sum_start_ptr + cell) - tl.load(sum_start_ptr + low) + part) * J + tl.arange(0, J_PADDED)
-        store_cell(sum_ptr, sum_line, tl.arange(0, J_PADDED) < J, total, C, C_PADDED)
+        line = (tl.load(part_sum_start_ptr + cell) - tl.load(part_sum_start_ptr + low) + part) * J
+        store_cell(part_sum_ptr, line + tl.arange(0, J_PADDED), tl.arange(0, J_PADDED) < J, total, False, C, C_PADDED)
 
 
 @triton.jit(do_not_specialize=["low", "tokens", "batch"])
 def add_parts_kernel(
-    part_start_ptr, sum_start_ptr, cell_end_ptr, sum_ptr, kv_grad_ptr,
+    part_start_ptr, part_sum_start_ptr, cell_end_ptr, part_sum_ptr, sum_ptr,
     low, tokens, batch,
     J: tl.constexpr, J_PADDED: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a cell whose list has several parts: their sums, in order."""
+    """Add to the gradient of a cell whose list has several parts their sums, in order."""
     cell = tl.program_id(0) + low
     parts = (tl.load(part_start_ptr + cell + 1) - tl.load(part_start_ptr + cell)).to(tl.int32)
     if parts > 1:
         sample, token, used = load_cell(cell, tokens, cell_end_ptr, J, J_PADDED)
-        line = (tl.load(sum_start_ptr + cell) - tl.load(sum_start_ptr + low)) * J + tl.arange(0, J_PADDED)
+        line = (tl.load(part_sum_start_ptr + cell) - tl.load(part_sum_start_ptr + low)) * J + tl.arange(0, J_PADDED)
         total = tl.zeros([J_PADDED, C_PADDED], tl.float32)
         for part in range(parts):
-            total += load_matrix(sum_ptr, line + part * J, used, C, C_PADDED, tl.float32)
-        store_cell(kv_grad_ptr, token * batch + sample, used, tl.trans(total), C, C_PADDED)
+            total += load_matrix(part_sum_ptr, line + part * J, used, C, C_PADDED, tl.float32)
+        store_cell(sum_ptr, token * batch + sample, used, tl.trans(total), True, C, C_PADDED)

@@ -158,5 +158,7 @@ def query_grad_kernel(
     # Read once more, and volatile, lest the compiler keep it in registers through the loop.
     out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32, VOLATILE=True)
     q_grad = (tl.trans(mixed) - (delta - guess)[:, None] * out) * (scale * 0.6931471805599453)
+    # A row without tokens has no gradient, whatever comes to its output.
+    q_grad = tl.where((norm == float("-inf"))[:, None], 0.0, q_grad)
     store_heads(q_grad_ptr, line, head < heads, q_grad, C, C_PADDED)
     tl.store(delta_ptr + line, delta, mask=head < heads)

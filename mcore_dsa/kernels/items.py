@@ -59,10 +59,9 @@ class Items:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Run as many programs of a kernel on the device of its first argument."""
+    """Run as many programs of a kernel."""
     if programs:
-        with torch.cuda.device_of(arguments[0]):
-            kernel[(programs,)](*arguments, num_warps=num_warps, **OPTIONS, **constants)
+        kernel[(programs,)](*arguments, num_warps=num_warps, **OPTIONS, **constants)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mcore_dsa.backends import Kept, LatentShards, SelectionCounters, Target, choose
+from mcore_dsa.attend import Kept, LatentShards, attend
+from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, choose
 from mcore_dsa.collectives import gather_rows, reduce_rows
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.megatron import recompute
@@ -140,15 +141,19 @@ class KPoolDSAttention(MegatronModule):
         started = time.perf_counter()
         selection_BSK, kept = self._select(batch, plan)
         self.indexer_seconds += time.perf_counter() - started
-        context_SBHC = self.backend.attend(
-            batch.query_SBHC,
-            batch.latent_SBC,
-            selection_BSK,
+        call = AttentionCall(
             plan.layout,
             plan.bounds,
             softmax_scale=cast(float, self.softmax_scale),
             always_select_tail=cast(bool, self.config.dsa_indexer_kpool_always_select_tail),
             attend_bytes=self.settings.attend_bytes.value,
+        )
+        context_SBHC = attend(
+            batch.query_SBHC,
+            batch.latent_SBC,
+            selection_BSK,
+            call,
+            backend=self.backend,
             kept=kept,
             shards=self._latent_shards(plan),
         )

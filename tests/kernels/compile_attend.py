@@ -16,8 +16,8 @@ from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kerne
 from mcore_dsa.kernels.inverse_lists import COLUMNS, collect_kernel, count_kernel
 from mcore_dsa.kernels.items import OPTIONS, fault_kernel
 
-BF16 = ("q_ptr", "kv_ptr", "out_ptr", "out_grad_ptr", "q_grad_ptr", "kv_grad_ptr")
-FP32 = ("norm_ptr", "delta_ptr", "sum_ptr")
+BF16 = ("q_ptr", "kv_ptr", "out_ptr", "out_grad_ptr", "q_grad_ptr")
+FP32 = ("norm_ptr", "delta_ptr", "sum_ptr", "part_sum_ptr")
 INT32 = ("selection_ptr", "item_ptr", "count_ptr", "key_ptr", "entry_ptr")
 
 SIZES = {"J": 4, "C": 512, "C_PADDED": 512}

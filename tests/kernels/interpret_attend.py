@@ -19,8 +19,10 @@ from layouts import segmentations
 from live_bytes import allocated_bytes
 from torch import Tensor
 
-from mcore_dsa.backends.protocol import Kept, LatentShards
-from mcore_dsa.kernels import attend as kernels
+from mcore_dsa.attend import Kept, LatentShards, attend
+from mcore_dsa.backends import AttentionCall
+from mcore_dsa.backends.triton import TritonBackend
+from mcore_dsa.backends.triton import attend as driver
 from mcore_dsa.kernels.inverse_lists import ENTRY_BYTES, InverseLists
 from mcore_dsa.kernels.items import Items
 
@@ -46,21 +48,13 @@ LAYOUTS = segmentations(max_tokens=16, max_batch=2)
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of three rows, of which lists of this size hold several."""
-    monkeypatch.setattr(kernels, "PART", 3)
+    monkeypatch.setattr(driver, "PART", 3)
 
 
 def attended(case: Case, q: Tensor, kv: Tensor, attend_bytes: int = 1 << 28, bounds=None, **options) -> Tensor:
-    return kernels.attend(
-        q,
-        kv,
-        case.selection,
-        case.layout,
-        case.layout.bounds(case.position) if bounds is None else bounds,
-        softmax_scale=case.scale,
-        always_select_tail=case.tail,
-        attend_bytes=attend_bytes,
-        **options,
-    )
+    bounds = case.layout.bounds(case.position) if bounds is None else bounds
+    call = AttentionCall(case.layout, bounds, case.scale, case.tail, attend_bytes)
+    return attend(q, kv, case.selection, call, backend=TritonBackend(), **options)
 
 
 def run(case: Case, **options) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends.protocol import SelectionCounters
-from mcore_dsa.backends.torch import TorchBackend
+from mcore_dsa.backends.protocol import AttentionCall, SelectionCounters
 from mcore_dsa.kpool import PoolLayout, RowBounds
 
 
@@ -63,10 +60,36 @@ class TritonBackend:
             )
 
     @staticmethod
-    def attend(q_SBHC: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    def selection_faults(selection_BSK: Tensor, call: AttentionCall) -> Tensor:
+        from mcore_dsa.backends.triton.attend import selection_faults
+
+        with _current(selection_BSK.device):
+            return selection_faults(selection_BSK, call)
+
+    @staticmethod
+    def attend(
+        q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall, out_SBHC: Tensor
+    ) -> tuple[Tensor, ...]:
+        from mcore_dsa.backends.triton.attend import attend
+
         with _current(q_SBHC.device):
-            out_SBHC: Tensor = _attention().attend(q_SBHC, *arguments, **options)
-        return out_SBHC
+            return attend(q_SBHC, kv_TBC, selection_BSK, call, out_SBHC)
+
+    @staticmethod
+    def attend_backward(
+        q_SBHC: Tensor,
+        kv_TBC: Tensor,
+        selection_BSK: Tensor,
+        call: AttentionCall,
+        saved: tuple[Tensor, ...],
+        out_grad_SBHC: Tensor,
+        q_grad_SBHC: Tensor | None,
+        sum_XC: Tensor | None,
+    ) -> None:
+        from mcore_dsa.backends.triton.attend import attend_backward
+
+        with _current(q_SBHC.device):
+            attend_backward(q_SBHC, kv_TBC, selection_BSK, call, saved, out_grad_SBHC, q_grad_SBHC, sum_XC)
 
     @staticmethod
     def fingerprint(device: torch.device, heads: int, dim: int) -> str:
@@ -98,19 +121,11 @@ class TritonBackend:
 
     @staticmethod
     def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
-        smallest: int = _attention().smallest_attend_bytes(
-            batch=batch, heads=heads, channels=channels, dtype=dtype, slots=slots
-        )
-        return smallest
+        from mcore_dsa.backends.triton.attend import smallest_attend_bytes
+
+        return smallest_attend_bytes()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the process's current device, whatever the tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _attention() -> Any:
-    """What attends: the kernels where there are any, else torch's."""
-    if find_spec("mcore_dsa.kernels.attend") is None:
-        return TorchBackend
-    return import_module("mcore_dsa.kernels.attend")

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from mcore_dsa.backends.protocol import SelectionCounters
 from mcore_dsa.checks import check_positive, kind_of
 from mcore_dsa.kernels import scoring, topk
+from mcore_dsa.kernels.operands import on_16_bytes
 from mcore_dsa.kernels.scoring import CHUNK, GROUP, POOLS, Block
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.workspace import Buffer, Workspace
@@ -119,9 +120,9 @@ def select_pools(
     counters.calls += 1
     counters.rows += layout.batch * bounds.rows
     call = _Call(
-        _on_16_bytes(q_SBHD),
+        on_16_bytes(q_SBHD),
         weights_SBH.float().contiguous(),
-        _on_16_bytes(pool_key_PBD),
+        on_16_bytes(pool_key_PBD),
         (
             (bounds.first_BS - layout.first_pool_id).to(torch.int32).contiguous(),
             bounds.visible_BS.to(torch.int32).contiguous(),
@@ -141,11 +142,6 @@ def select_pools(
             part = slice(at, at + strip.rows)
             call.take_strip(sample, at, strip, first_S[part], visible_S[part], held, counters)
     return selection_BSK
-
-
-def _on_16_bytes(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 @dataclass(frozen=True, eq=False)
