@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_dsa.backends import AttentionCall, Backend
+from mcore_dsa.collectives import Group
 from mcore_dsa.head_exchange import HeadExchange
 from mcore_dsa.kpool import RowBounds, raise_if_unseen
+from mcore_dsa.plan import SelectionPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,15 @@ class RowCut:
     exchange: HeadExchange
     pieces: tuple[RowBounds, ...]
 
+    @classmethod
+    def of(cls, plan: SelectionPlan, q_SBHC: Tensor, group: Group, attend_bytes: int) -> RowCut:
+        """The cut of a plan's rows, `plan.attended`, for queries of `q_SBHC`'s shape, this rank's heads.
+
+        Its exchange holds no more than `attend_bytes`, beside the `attend_bytes` of attention itself.
+        """
+        exchange = HeadExchange.within(attend_bytes, q_SBHC, plan.attended, group)
+        return cls(exchange, plan.attended_pieces(exchange.piece_rows))
+
 
 def attend(
     q_SBHC: Tensor,
@@ -75,7 +86,7 @@ def attend(
     Args:
         kv_LBC: the latents of all tokens; with `shards` this rank's own. Those of all are held while a pass runs,
             beyond `attend_bytes`.
-        selection_BSK, call: of every row; with `cut` of this rank's own rows, `q_SBHC` of every row in both cases.
+        selection_BSK, call: of every row; with `cut` of this rank's own rows, `q_SBHC` of every row in either case.
         kept: what backward holds in place of `selection_BSK`.
         cut: a rank's part of the gradient of the latents is then that of its rows. All ranks of its group enter both
             passes together, and raise together for a selection with faults.
@@ -85,13 +96,13 @@ def attend(
     kept = Kept(selection_BSK, lambda selection: selection) if kept is None else kept
     shards = LatentShards(lambda kv: kv, lambda grad: grad) if shards is None else shards
     out_SBHC: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
-        q_SBHC, kv_LBC, selection_BSK, kept.selection_BOK, _Both(call, backend, kept.restore, shards, cut)
+        q_SBHC, kv_LBC, selection_BSK, kept.selection_BOK, _Passes(call, backend, kept.restore, shards, cut)
     )
     return out_SBHC
 
 
 @dataclass(frozen=True, eq=False)
-class _Both:
+class _Passes:
     """What both passes know beside the tensors that autograd saves."""
 
     call: AttentionCall
@@ -127,40 +138,40 @@ type _Work = Callable[[int, list[Tensor], Tensor, AttentionCall, Tensor | None],
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_SBHC: Tensor, kv_LBC: Tensor, selection_BSK: Tensor, kept_BOK: Tensor, both: _Both
+        ctx: Any, q_SBHC: Tensor, kv_LBC: Tensor, selection_BSK: Tensor, kept_BOK: Tensor, passes: _Passes
     ) -> Tensor:
-        kv_TBC = both.shards.gather(kv_LBC)
+        kv_TBC = passes.shards.gather(kv_LBC)
         out_SBHC = q_SBHC.new_empty(q_SBHC.shape)
-        fault_2 = both.backend.selection_faults(selection_BSK, both.call)
+        fault_2 = passes.backend.selection_faults(selection_BSK, passes.call)
         saved: list[tuple[Tensor, ...]] = []
 
         def work(_: int, x: list[Tensor], selection: Tensor, call: AttentionCall, out: Tensor | None) -> None:
             assert out is not None
-            saved.append(both.backend.attend(x[0], kv_TBC, selection, call, out))
+            saved.append(passes.backend.attend(x[0], kv_TBC, selection, call, out))
 
-        both.each_piece([q_SBHC], selection_BSK, work, out_SBHC)
-        both.raise_faults(fault_2)
-        bounds = both.call.bounds
-        # Backward looks the tokens up once more, in `both.call`. Its tensors are saved too, for their versions: one that
+        passes.each_piece([q_SBHC], selection_BSK, work, out_SBHC)
+        passes.raise_faults(fault_2)
+        bounds = passes.call.bounds
+        # Backward looks the tokens up once more, in `ctx.passes`. Saved, these tensors go by their versions: one that
         # is written in place between the passes is an error then and not a wrong gradient.
         located = (
-            both.call.layout.pool_token_BP,
+            passes.call.layout.pool_token_BP,
             bounds.position_S,
             bounds.first_BS,
             bounds.visible_BS,
             bounds.tail_BS,
         )
         ctx.save_for_backward(q_SBHC, kv_LBC, kept_BOK, *located, *(x for of_piece in saved for x in of_piece))
-        ctx.both, ctx.saved_of_a_piece = both, len(saved[0]) if saved else 0
+        ctx.passes, ctx.saved_of_a_piece = passes, len(saved[0]) if saved else 0
         return out_SBHC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:
-        both: _Both = ctx.both
+        passes: _Passes = ctx.passes
         q_SBHC, kv_LBC, kept_BOK, *rest = ctx.saved_tensors
         count, saved = ctx.saved_of_a_piece, rest[5:]
-        kv_TBC = both.shards.gather(kv_LBC)
+        kv_TBC = passes.shards.gather(kv_LBC)
         tokens, batch, channels = kv_TBC.shape
         q_grad_SBHC = q_SBHC.new_empty(q_SBHC.shape) if ctx.needs_input_grad[0] else None
         sum_XC = None
@@ -170,10 +181,10 @@ class _Attend(torch.autograd.Function):
 
         def work(piece: int, x: list[Tensor], selection: Tensor, call: AttentionCall, out: Tensor | None) -> None:
             of_piece = tuple(saved[piece * count : (piece + 1) * count])
-            both.backend.attend_backward(x[0], kv_TBC, selection, call, of_piece, x[1], out, sum_XC)
+            passes.backend.attend_backward(x[0], kv_TBC, selection, call, of_piece, x[1], out, sum_XC)
 
-        both.each_piece([q_SBHC, out_grad_SBHC], both.restore(kept_BOK), work, q_grad_SBHC)
+        passes.each_piece([q_SBHC, out_grad_SBHC], passes.restore(kept_BOK), work, q_grad_SBHC)
         if sum_XC is None:
             return q_grad_SBHC, None, None, None, None
         kv_grad_TBC = sum_XC[:-1].unflatten(0, (tokens, batch)).to(kv_TBC.dtype)
-        return q_grad_SBHC, both.shards.reduce(kv_grad_TBC), None, None, None
+        return q_grad_SBHC, passes.shards.reduce(kv_grad_TBC), None, None, None

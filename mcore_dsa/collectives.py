@@ -330,6 +330,7 @@ def all_to_all(
     if group is None:
         output.copy_(shard)
         return None
-    return dist.all_to_all_single(
+    exchange = cast(Callable[..., dist.Work | None], dist.all_to_all_single)
+    return exchange(
         output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group, async_op=not wait
     )

@@ -151,11 +151,8 @@ def sparse_attention(
     that are not ascending, an id that is not a visible complete pool of its row, and, where gradients are needed, an
     argument made in inference mode.
     """
-    _check_latents(q_SBHC, kv_TBC)
-    _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
-    _check_scale(softmax_scale)
-    check_bool(always_select_tail=always_select_tail)
-    check_bytes("attend_bytes", attend_bytes)
+    check_selection(selection_BSK, layout, position_S)
+    check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
     if torch.is_grad_enabled() and (q_SBHC.requires_grad or kv_TBC.requires_grad):
         check_savable(
             q_SBHC=q_SBHC,
@@ -165,8 +162,8 @@ def sparse_attention(
             position_S=position_S,
         )
     call = AttentionCall(layout, layout.bounds(position_S), softmax_scale, always_select_tail, attend_bytes)
-    target = Target.of(layout.device, q_SBHC.dtype, kv_TBC.dtype, channels=kv_TBC.shape[2])
-    return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=resolve("auto", target))
+    backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
+    return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=backend)
 
 
 def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softmax_scale: float) -> Tensor:
@@ -245,10 +242,20 @@ def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(q_SBHC.dtype, kv_TBC.dtype), torch.float32)
 
 
-def _check_selection(
-    q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor
+def check_attention(
+    q_SBHC: Tensor,
+    kv_TBC: Tensor,
+    layout: PoolLayout,
+    position_S: Tensor,
+    softmax_scale: float,
+    always_select_tail: bool,
+    attend_bytes: int,
 ) -> None:
-    check_selection(selection_BSK, layout, position_S)
+    """Refuse what does not fit rows at `position_S`, a selection apart."""
+    _check_latents(q_SBHC, kv_TBC)
+    _check_scale(softmax_scale)
+    check_bool(always_select_tail=always_select_tail)
+    check_bytes("attend_bytes", attend_bytes)
     check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
     rows, batch, tokens = position_S.shape[0], layout.batch, layout.num_tokens
     if q_SBHC.shape[:2] != (rows, batch):

@@ -48,6 +48,16 @@ class HeadExchange:
                 f"{ranks} ranks"
             )
 
+    @classmethod
+    def within(cls, nbytes: int, x_SBHC: Tensor, partition: RowPartition, group: Group) -> HeadExchange:
+        """Pieces of which all that live at a time take `nbytes` at most, but for those of one row.
+
+        `x_SBHC` is any tensor that will be exchanged, of this rank's heads.
+        """
+        row = x_SBHC[0].numel() if len(x_SBHC) else 1
+        held = PIECES_HELD * partition.group_size * row * x_SBHC.element_size()
+        return cls(partition, group, max(1, nbytes // held))
+
     @property
     def pieces(self) -> int:
         return -(-self.partition.rows_per_rank // self.piece_rows)
@@ -107,7 +117,8 @@ class HeadExchange:
     def _joined(self, moving: _Moving) -> Tensor:
         """`[o, b, G * h, c]` of what came from every rank."""
         ranks = self.partition.group_size
-        return moving.arrived().unflatten(0, (ranks, len(moving.incoming) // ranks)).movedim(0, 2).flatten(2, 3)
+        of_ranks: Tensor = moving.arrived().unflatten(0, (ranks, len(moving.incoming) // ranks))
+        return of_ranks.movedim(0, 2).flatten(2, 3)
 
     def _spread(self, x_OBHC: Tensor, piece: int) -> _Moving:
         """Send every rank its heads, of this rank's rows."""

@@ -170,8 +170,8 @@ class IndexerState:
         check_bool(use_relu=use_relu)
         check_kind(SelectionCounters, counters=counters)
         bounds = self._bounds(self._valid_on_host(valid_BS, rows))
-        target = Target.of_scores(q_SBHD, self._pool_key_BPD)
-        selection_1XK = resolve("auto", target).select(
+        backend = resolve("auto", Target.of_scores(q_SBHD, self._pool_key_BPD))
+        selection_1XK = backend.select(
             q_SBHD.transpose(0, 1).flatten(0, 1).unsqueeze(1),
             weights_SBH.transpose(0, 1).flatten(0, 1).unsqueeze(1),
             self._pool_key_BPD.flatten(0, 1).unsqueeze(1),

@@ -51,6 +51,10 @@ class Target:
         heads, dim = q_SBHD.shape[2:]
         return cls.of(q_SBHD.device, q_SBHD.dtype, pool_key_PBD.dtype, heads=heads, dim=dim)
 
+    @classmethod
+    def of_attention(cls, q_SBHC: Tensor, kv_TBC: Tensor) -> Target:
+        return cls.of(q_SBHC.device, q_SBHC.dtype, kv_TBC.dtype, channels=kv_TBC.shape[2])
+
 
 @dataclass(frozen=True)
 class Choice:
