@@ -62,7 +62,7 @@ def smallest(call: Call) -> int:
     return smallest_score_bytes(call.q_SBHD.shape[2], call.budget)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(few_rows(EXACT))
 def test_equals_the_torch_backend(call: Call) -> None:
     """Also what both counted, but for the padding of tiles."""
@@ -74,7 +74,7 @@ def test_equals_the_torch_backend(call: Call) -> None:
     assert counters.tile_pairs >= counters.scored_pairs
 
 
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(few_rows(EXACT, long=True), st.floats(0, 1))
 def test_equals_the_torch_backend_in_blocks_and_strips(call: Call, more: float) -> None:
     expected, _ = select(TORCH, call)
@@ -82,7 +82,7 @@ def test_equals_the_torch_backend_in_blocks_and_strips(call: Call, more: float) 
         assert torch.equal(select(TRITON, call, score_bytes)[0], expected)
 
 
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(few_rows(ROUNDED, long=True))
 def test_selects_by_its_own_scores_whatever_stands_beside_a_row(call: Call) -> None:
     """The exact top-k of what the kernel scores for one row alone, against that row's own document alone."""
