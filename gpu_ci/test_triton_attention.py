@@ -11,7 +11,9 @@ from on_device import DEVICE, moved
 from test_attention import REFUSED, SEGMENTS, assert_device_lives
 from torch import Tensor
 
-from mcore_dsa.kernels.attend import attend
+from mcore_dsa.attend import attend
+from mcore_dsa.backends import AttentionCall
+from mcore_dsa.backends.triton import TritonBackend
 from mcore_dsa.kernels.attend_cells import PART
 from mcore_dsa.kernels.inverse_lists import ENTRY_BYTES
 
@@ -31,16 +33,8 @@ def glm_case(heads: int, rows: int = 64) -> Case:
 
 
 def attended(case: Case, q: Tensor, kv: Tensor, attend_bytes: int = 1 << 28) -> Tensor:
-    return attend(
-        q,
-        kv,
-        case.selection,
-        case.layout,
-        case.layout.bounds(case.position),
-        softmax_scale=case.scale,
-        always_select_tail=case.tail,
-        attend_bytes=attend_bytes,
-    )
+    call = AttentionCall(case.layout, case.layout.bounds(case.position), case.scale, case.tail, attend_bytes)
+    return attend(q, kv, case.selection, call, backend=TritonBackend())
 
 
 def run(case: Case, **options: int) -> tuple[Tensor, Tensor, Tensor]:

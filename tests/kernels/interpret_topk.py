@@ -39,9 +39,7 @@ def test_equals_a_stable_sort(rows: list[Ranking], budget: int, more: int, first
 
 
 @pytest.mark.parametrize("levels", [2000, 2**32 - 1])
-@pytest.mark.parametrize(
-    ("pools", "budget", "tiles"), [(262_144, 512, None), (262_144, 512, 1500), (50_001, 3000, 60)]
-)
+@pytest.mark.parametrize(("pools", "budget", "tiles"), [(262_144, 512, None), (262_144, 512, 1500), (50_001, 3000, 60)])
 def test_long_rows(pools: int, budget: int, tiles: int | None, levels: int) -> None:
     row = ranking(pools, 37, levels, pools)
     assert torch.equal(select([row], budget, tiles=tiles)[0], row.best(budget, 0))
