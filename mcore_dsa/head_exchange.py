@@ -41,8 +41,9 @@ class HeadExchange:
 
     def __post_init__(self) -> None:
         ranks = group_size(self.group)
-        if self.partition.group_size != ranks or (ranks > 1 and self.partition.is_replicated):
-            kind = "all of them to each" if self.partition.is_replicated else "shards"
+        replicated = bool(ranks > 1 and self.partition.num_rows and self.partition.is_replicated)
+        if self.partition.group_size != ranks or replicated:
+            kind = "all of them to each" if replicated else "shards"
             raise ValueError(
                 f"partition gives {self.partition.group_size} ranks {kind}; accepted are shards for the group's "
                 f"{ranks} ranks"

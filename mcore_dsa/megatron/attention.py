@@ -140,22 +140,16 @@ class KPoolDSAttention(MegatronModule):
             self._agreement.refuse(error, query.device)
             raise
         started = time.perf_counter()
-        cut, kept = None, None
-        if self._cuts_rows:
-            cut = RowCut.of(plan, batch.query_SBHC, self.tp_group, self.settings.attend_bytes.value)
-            selection_BSK = self._select(batch, plan, None)
-        else:
-            gather = self._gather(plan)
-            own_BOK = self._select(batch, plan, gather)
-            selection_BSK = gather.finish(own_BOK)
-            kept = Kept(own_BOK, lambda own_BOK: self._gather(plan).finish(own_BOK))
+        selection_BSK, kept = self._select(batch, plan)
         self.indexer_seconds += time.perf_counter() - started
+        attend_bytes = self.settings.attend_bytes.value
+        cut = RowCut.of(plan, batch.query_SBHC, self.tp_group, attend_bytes) if kept is None else None
         call = AttentionCall(
             plan.layout,
             plan.bounds if cut is None else plan.attended_own,
             softmax_scale=cast(float, self.softmax_scale),
             always_select_tail=cast(bool, self.config.dsa_indexer_kpool_always_select_tail),
-            attend_bytes=self.settings.attend_bytes.value,
+            attend_bytes=attend_bytes,
         )
         context_SBHC = attend(
             batch.query_SBHC,
@@ -170,8 +164,16 @@ class KPoolDSAttention(MegatronModule):
         return context_SBHC.flatten(2)
 
     @torch.no_grad()
-    def _select(self, batch: Batch, plan: SelectionPlan, gather: SelectionGather | None) -> Tensor:
-        """int32 `[b, own rows, budget]`, of the rows that this rank selects for; without a gather those it attends."""
+    def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept | None]:
+        """int32 `[b, s, budget]`, of every row and what backward keeps, or whole, of rows that this rank attends."""
+        if self.settings.attend_shard.value == "rows" and self.tp_group.size() > 1:
+            return self._own_selection(batch, plan, None), None
+        gather = self._gather(plan)
+        own_BOK = self._own_selection(batch, plan, gather)
+        return gather.finish(own_BOK), Kept(own_BOK, lambda own_BOK: self._gather(plan).finish(own_BOK))
+
+    def _own_selection(self, batch: Batch, plan: SelectionPlan, gather: SelectionGather | None) -> Tensor:
+        """int32 `[b, o, budget]`, of the rows that this rank selects for; without a gather of those it attends."""
         budget = self.config.dsa_indexer_pool_budget
         rows = plan.own.rows if gather is not None else plan.attended_own.rows
         carrier = recompute.current()
@@ -211,10 +213,6 @@ class KPoolDSAttention(MegatronModule):
     def _gather(self, plan: SelectionPlan) -> SelectionGather:
         budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
         return gather_of(plan, self.tp_group, budget=budget, overlap=overlap)
-
-    @property
-    def _cuts_rows(self) -> bool:
-        return self.settings.attend_shard.value == "rows" and self.tp_group.size() > 1
 
     def _stores(self, plan: SelectionPlan) -> bool:
         """Whether selections are kept for recomputes: not where they could take too much."""
