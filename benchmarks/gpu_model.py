@@ -32,6 +32,8 @@ GROUP = 32
 # Of a long row's Gaussian scores at a budget of 512, counted (`benchmarks/LOG.md`, 2026-12-03).
 SURVIVORS = 550
 ELEMENT = 2
+# Of a slot and head, of `channels` multiply-adds each, as the kernels do them: fp32 weights go as two bf16 numbers.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 3, 10
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,36 @@ def _read_and_kept(tokens: int) -> tuple[int, int]:
     return of_short + long_rows * most, of_short + long_rows * SURVIVORS
 
 
-def attention_seconds(tokens: int, ranks: int) -> tuple[float, float, float, float]:
-    """Products, gathered latents cut by heads and by rows, and the exchange that rows need: forward, seconds."""
+@dataclass(frozen=True)
+class Attention:
+    """One rank's seconds for one pass of one layer's attention, each part by itself and nothing overlapped.
+
+    `reading` is what gradients of latents read of queries and output gradients, `exchange` what a cut by rows moves.
+    """
+
+    products: float
+    gathered_by_heads: float
+    gathered_by_rows: float
+    reading: float
+    exchange: float
+
+
+def attention_seconds(tokens: int, ranks: int, *, backward: bool = False) -> Attention:
+    """Either cut has the same (row, head) pairs, and so the same products and the same reading, on every rank."""
     slots = GEOMETRY.index_topk + GEOMETRY.index_kpool - 1
-    heads, channels = GEOMETRY.num_attention_heads, GEOMETRY.kv_lora_rank
-    products = 2 * 2 * tokens * (heads / ranks) * slots * channels / PRODUCTS
+    heads, channels = GEOMETRY.num_attention_heads / ranks, GEOMETRY.kv_lora_rank
+    products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
     gathered = tokens * slots * channels * ELEMENT / MEMORY
-    moved = 2 * tokens * (heads / ranks) * channels * ELEMENT * (ranks - 1) / ranks / LINK
-    return products, gathered, gathered / ranks, moved
+    # All rows of this rank's heads, or the like of its rows: queries, outputs; or queries and both gradients.
+    of_heads = tokens * heads * channels * ELEMENT
+    return Attention(
+        products=products * 2 * tokens * heads * slots * channels / PRODUCTS,
+        gathered_by_heads=gathered,
+        gathered_by_rows=gathered / ranks,
+        # Once for every pool and the tail of a row.
+        reading=2 * (GEOMETRY.pool_budget + 1) * of_heads / MEMORY if backward else 0.0,
+        exchange=(3 if backward else 2) * of_heads * (ranks - 1) / ranks / LINK,
+    )
 
 
 def lines() -> Iterator[str]:
@@ -94,12 +118,17 @@ def lines() -> Iterator[str]:
             it = selection_seconds(tokens, ranks)
             parts = (it.products, it.epilogue, it.writing, it.selecting, it.exchange, it.bound)
             yield f"| {tokens:,} | {ranks} | " + " | ".join(map(milliseconds, parts)) + " |"
-    yield ""
-    yield "| tokens | TP | products | latents gathered, by heads | by rows | queries and outputs exchanged, by rows |"
-    yield "|---|---|---|---|---|---|"
-    for tokens in TOKENS:
-        for ranks in SIZES:
-            yield f"| {tokens:,} | {ranks} | " + " | ".join(map(milliseconds, attention_seconds(tokens, ranks))) + " |"
+    for backward in (False, True):
+        yield ""
+        yield (
+            f"| tokens | TP | {'backward' if backward else 'forward'}: products | latents gathered, by heads | by rows "
+            "| queries and gradients read | exchanged, by rows |"
+        )
+        yield "|---|---|---|---|---|---|---|"
+        for tokens in TOKENS:
+            for ranks in SIZES:
+                parts = vars(attention_seconds(tokens, ranks, backward=backward)).values()
+                yield f"| {tokens:,} | {ranks} | " + " | ".join(map(milliseconds, parts)) + " |"
 
 
 def milliseconds(seconds: float) -> str:

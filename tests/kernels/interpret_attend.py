@@ -19,12 +19,15 @@ from layouts import segmentations
 from live_bytes import allocated_bytes
 from torch import Tensor
 
-from mcore_dsa.attend import Kept, LatentShards, attend
+from mcore_dsa.attend import Kept, LatentShards, RowCut, attend
 from mcore_dsa.backends import AttentionCall
 from mcore_dsa.backends.triton import TritonBackend
 from mcore_dsa.backends.triton import attend as driver
+from mcore_dsa.head_exchange import HeadExchange
 from mcore_dsa.kernels.inverse_lists import ENTRY_BYTES, InverseLists
 from mcore_dsa.kernels.items import Items
+from mcore_dsa.plan import SelectionPlan
+from mcore_dsa.rows import RowPartition
 
 NAN = float("nan")
 LEAST = 3 * ENTRY_BYTES
@@ -258,6 +261,19 @@ def test_shards_and_a_kept_selection() -> None:
     shards = LatentShards(lambda kv: torch.cat([case.kv[:6], kv]), lambda grad: grad[6:])
     kept = Kept(case.selection + 7, lambda selection: selection - 7)
     assert_equal(run(own, shards=shards, kept=kept), (out, q_grad, kv_grad[6:]))
+
+
+def test_rows_in_pieces() -> None:
+    """Each piece's gradients of latents are added to those of the pieces before it."""
+    case = Case.random([[(0, 9)], [(1, 8)]], 9, heads=2)
+    plan = SelectionPlan(case.layout, case.layout.bounds(case.position), RowPartition.contiguous(9, 1), 0)
+    cut = RowCut(HeadExchange(plan.attended, None, 4), plan.attended_pieces(4))
+    assert len(cut.pieces) == 3
+    exact = case.to(torch.float64)
+    of_pieces, whole = run(case, cut=cut), run(case)
+    assert_equal(of_pieces[:2], whole[:2])
+    bound = error_bounds(exact, out=ROUNDOFF[torch.float32], split=0.0)[2]
+    assert bool(((of_pieces[2] - exact.run_oracle()[2]).abs() <= bound).all())
 
 
 def test_one_gradient_only_and_strided_inputs() -> None:
