@@ -11,36 +11,31 @@ import triton
 import triton.language as tl
 from ahead import MATRIX, MOST_SHARED, MOST_TMEM, Binary, compile_for
 
-from mcore_dsa.kernels.attend_cells import PART, STEP, add_parts_kernel, latent_grad_kernel
 from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, query_grad_kernel
-from mcore_dsa.kernels.inverse_lists import COLUMNS, collect_kernel, count_kernel
+from mcore_dsa.kernels.attend_slots import CELL_SLOTS, COLUMNS, GRAD_HEADS, add_kernel, cell_kernel, slot_grad_kernel
 from mcore_dsa.kernels.items import OPTIONS, fault_kernel
 
 BF16 = ("q_ptr", "kv_ptr", "out_ptr", "out_grad_ptr", "q_grad_ptr")
-FP32 = ("norm_ptr", "delta_ptr", "sum_ptr", "part_sum_ptr")
-INT32 = ("selection_ptr", "item_ptr", "count_ptr", "key_ptr", "entry_ptr")
+FP32 = ("norm_ptr", "delta_ptr", "sum_ptr", "slot_grad_ptr")
+INT32 = ("selection_ptr", "cell_ptr")
 
 SIZES = {"J": 4, "C": 512, "C_PADDED": 512}
 PRECISION = {"OPERAND": tl.bfloat16, "SPLIT": True}
 ROWS = SIZES | PRECISION | {"TAIL": True, "HEADS": HEADS}
-CELLS = SIZES | {"J_PADDED": 8}
-LISTS = {"J": 4, "TAIL": True, "COLUMNS": COLUMNS}
 
 # Kernel, constants, warps; registers and programs of a multiprocessor on sm_90a and sm_100a.
 PRODUCTS: dict[str, tuple[Any, dict[str, Any], dict[int, tuple[int, int]]]] = {
     "attend": (attend_kernel, ROWS | {"SLOTS": SLOTS}, {90: (200, 2), 100: (152, 3)}),
     "query_grad": (query_grad_kernel, ROWS | {"SLOTS": GRAD_SLOTS}, {90: (192, 2), 100: (192, 2)}),
-    "latent_grad": (
-        latent_grad_kernel,
-        CELLS | PRECISION | {"PART": PART, "STEP": STEP},
-        {90: (168, 3), 100: (176, 2)},
+    "slot_grad": (
+        slot_grad_kernel,
+        ROWS | {"HEADS": GRAD_HEADS, "SLOTS": CELL_SLOTS},
+        {90: (168, 3), 100: (168, 2)},
     ),
 }
 OTHERS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "add_parts": (add_parts_kernel, CELLS, 4),
-    "count": (count_kernel, LISTS, 1),
-    "collect, count": (collect_kernel, LISTS | {"STORE": False}, 1),
-    "collect, store": (collect_kernel, LISTS | {"STORE": True}, 1),
+    "add": (add_kernel, SIZES | {"J_2": 4}, 4),
+    "cells": (cell_kernel, {"J": 4, "TAIL": True, "COLUMNS": COLUMNS}, 1),
     "faults": (fault_kernel, {"COLUMNS": 128}, 1),
 }
 
@@ -78,7 +73,7 @@ def test_products(name: str, capability: int) -> None:
     assert binary.registers <= registers
     assert binary.programs(4) >= programs
     assert binary.count(*MATRIX) > 0
-    assert binary.count({90: "HGMMA", 100: "UTCHMMA"}[capability]) > 0 or name == "latent_grad"
+    assert binary.count({90: "HGMMA", 100: "UTCHMMA"}[capability]) > 0
     assert "cp.async" in binary.ptx
     assert not re.findall(r"\b(?:atom|red)\.", binary.ptx)
 
@@ -89,11 +84,8 @@ def test_others(name: str, capability: int) -> None:
     kernel, constants, warps = OTHERS[name]
     binary = compiled(capability, kernel, constants, warps)
     check_limits(binary)
-    assert binary.registers <= 48
-    # What is added atomically are counts.
-    atomic = re.findall(r"\b(?:atom|red)\.\S+", binary.ptx)
-    assert bool(atomic) == (name == "count")
-    assert all(re.search(r"\.[su]32$", operation) for operation in atomic)
+    assert binary.registers <= 56
+    assert not re.findall(r"\b(?:atom|red)\.", binary.ptx)
 
 
 @pytest.mark.parametrize("channels", [20, 64])

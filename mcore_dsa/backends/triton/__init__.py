@@ -123,7 +123,7 @@ class TritonBackend:
     def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
         from mcore_dsa.backends.triton.attend import smallest_attend_bytes
 
-        return smallest_attend_bytes()
+        return smallest_attend_bytes(batch=batch, channels=channels, slots=slots)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

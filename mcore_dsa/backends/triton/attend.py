@@ -1,14 +1,13 @@
 """Attention restricted to the selected tokens, in Triton: absorbed multi-latent form, both passes.
 
 Letters of shapes: `mcore_dsa/__init__.py`. Forward keeps a number a head and row, the logarithm of its sum of
-exponentials, and its output. Backward goes over the rows twice: by item for the gradients of queries
-(`kernels/attend_rows.py`), by cell for those of latents (`kernels/attend_cells.py`), from lists of who attended each
-(`kernels/inverse_lists.py`). No float is added atomically, and no unused slot costs work.
+exponentials, and its output. Backward goes over the rows twice: for the gradients of queries
+(`kernels/attend_rows.py`), and some rows at a time for those of latents (`kernels/attend_slots.py`). No float is added
+atomically, no unused slot costs work, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_dsa.backends.protocol import AttentionCall
-from mcore_dsa.kernels.attend_cells import PART, STEP, add_parts_kernel, latent_grad_kernel
 from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, query_grad_kernel
-from mcore_dsa.kernels.inverse_lists import ENTRY_BYTES, InverseLists, Strip
+from mcore_dsa.kernels.attend_slots import CELL_SLOTS, COLUMNS, GRAD_HEADS, add_kernel, cell_kernel, slot_grad_kernel
 from mcore_dsa.kernels.items import Items, find_faults, launch
 from mcore_dsa.kernels.operands import on_16_bytes
+from mcore_dsa.workspace import Buffer, Workspace
 
 LOG2_E = 1.4426950408889634
 # A tile of latents, a mixture of as many channels a head: what fits the registers of one program.
@@ -34,9 +33,9 @@ def selection_faults(selection_BSK: Tensor, call: AttentionCall) -> Tensor:
     return find_faults(_items(selection_BSK, call))
 
 
-def smallest_attend_bytes() -> int:
-    """The same for every shape: what holds a part of a list."""
-    return PART * ENTRY_BYTES
+def smallest_attend_bytes(*, batch: int, channels: int, slots: int) -> int:
+    """Backward of one row of every sample."""
+    return _workspace(batch, slots + 1, slots, channels).nbytes
 
 
 def attend(
@@ -44,13 +43,11 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """As `Backend.attend`, for bf16 queries and latents; under Triton's interpreter fp32 as well.
 
-    `attend_bytes` bounds the lists of backward, but for a single pool's, of at most `ENTRY_BYTES` a row and a sum of
-    `[pool_size, c]` fp32 for every `PART` rows. Beyond it: the number a head and row that forward keeps and another in
-    backward, 8 bytes a row of every sample, 48 a token.
+    Beyond `attend_bytes`: the number a head and row that forward keeps, and another in backward.
 
     Raises: TypeError for other dtypes; ValueError for more channels than 512, and too small an `attend_bytes`.
     """
-    _check(q_SBHC, kv_TBC, call)
+    _check(q_SBHC, kv_TBC, selection_BSK.shape[2], call)
     assert out_SBHC.is_contiguous()
     items, q, kv = _items(selection_BSK, call), on_16_bytes(q_SBHC), on_16_bytes(kv_TBC)
     heads = q.shape[2]
@@ -61,8 +58,7 @@ def attend(
         *(q, kv, *items.pointers, out_SBHC, norm_SBH, *items.sizes, heads, call.softmax_scale * LOG2_E),
         **items.constants | _constants(kv) | {"HEADS": HEADS, "SLOTS": SLOTS},
     )
-    # Backward reads where segments end, and is to see that nobody wrote there.
-    return out_SBHC, norm_SBH, call.layout.segment_end_BN
+    return out_SBHC, norm_SBH
 
 
 def attend_backward(
@@ -76,7 +72,7 @@ def attend_backward(
     sum_XC: Tensor | None,
 ) -> None:
     """As `Backend.attend_backward`."""
-    out_SBHC, norm_SBH, segment_end_BN = saved
+    out_SBHC, norm_SBH = saved
     items = _items(selection_BSK, call)
     q, kv, out_grad = (on_16_bytes(x) for x in (q_SBHC, kv_TBC, out_grad_SBHC))
     delta_SBH = torch.empty_like(norm_SBH)
@@ -91,13 +87,62 @@ def attend_backward(
         **items.constants | _constants(kv) | {"HEADS": HEADS, "SLOTS": GRAD_SLOTS},
     )
     if sum_XC is not None:
-        inputs = _Inputs(q, kv, out_grad, norm_SBH, delta_SBH, _cell_ends(segment_end_BN, kv.shape[0]))
-        lists = InverseLists(items, kv.shape[0], PART)
-        for strip in lists.strips(call.attend_bytes, call.layout.pool_size * kv.shape[2] * 4):
-            _add_strip(call, items, inputs, lists, strip, sum_XC)
+        _add_latent_grads(call, items, (q, kv, norm_SBH, out_grad, delta_SBH), sum_XC)
 
 
-def _check(q_SBHC: Tensor, kv_TBC: Tensor, call: AttentionCall) -> None:
+def _add_latent_grads(call: AttentionCall, items: Items, of_rows: tuple[Tensor, ...], sum_XC: Tensor) -> None:
+    """Add the gradients of latents to `sum_XC`, as many rows at a time as `attend_bytes` holds, one after the other."""
+    q, kv, norm, out_grad, delta = of_rows
+    (rows, batch, budget), (tokens, _, channels) = items.sizes, kv.shape
+    assert tokens * batch < 2**31 - 1
+    # Of these columns and slots, no row fills more.
+    columns = min(budget, call.bounds.max_visible) + 1
+    slots = (columns - 1) * call.layout.pool_size + _tail_slots(call)
+    one = _workspace(batch, columns, slots, channels).nbytes
+    step = min(rows, call.attend_bytes // one)
+    held = _workspace(batch * step, columns, slots, channels).allocate(kv.device)
+    cell, slot_grad = held["cell_IK"], held["slot_grad_IWC"]
+    tiles = slot_grad.shape[1] // CELL_SLOTS
+    for row in range(0, rows, max(step, 1)):
+        count, first = batch * min(step, rows - row), batch * row
+        launch(
+            slot_grad_kernel,
+            count * tiles,
+            *(q, kv, *items.pointers, norm, out_grad, delta, slot_grad, first, tiles, slot_grad.shape[1]),
+            *(*items.sizes, q.shape[2], call.softmax_scale * LOG2_E),
+            **items.constants | _constants(kv) | {"HEADS": GRAD_HEADS, "SLOTS": CELL_SLOTS},
+        )
+        arguments = *items.pointers, cell, first, columns, *items.sizes, tokens
+        launch(cell_kernel, count, *arguments, num_warps=1, COLUMNS=COLUMNS, **items.constants)
+        sorted_X, entry_X = cell[:count].flatten().sort(stable=True)
+        sizes = {"J": call.layout.pool_size, "J_2": triton.next_power_of_2(call.layout.pool_size)}
+        launch(
+            add_kernel,
+            len(sorted_X),
+            *(sorted_X, entry_X, slot_grad, items.position_S, sum_XC),
+            *(len(sorted_X), first, columns, slot_grad.shape[1], tokens, batch),
+            **sizes | {"C": channels, "C_PADDED": triton.next_power_of_2(channels)},
+        )
+
+
+def _workspace(items: int, columns: int, slots: int, channels: int) -> Workspace:
+    """The scratch of backward for some items; linear in them."""
+    width = triton.cdiv(max(slots, 1), CELL_SLOTS) * CELL_SLOTS
+    return Workspace(
+        {
+            "slot_grad_IWC": Buffer((items, width, channels), torch.float32),
+            "cell_IK": Buffer((items, columns), torch.int32),
+            # Sorted, and their indices; CUDA works on another copy of both.
+            "sort": Buffer((items, columns, 3), torch.int64, inside=True),
+        }
+    )
+
+
+def _tail_slots(call: AttentionCall) -> int:
+    return call.layout.pool_size - 1 if call.always_select_tail else 0
+
+
+def _check(q_SBHC: Tensor, kv_TBC: Tensor, budget: int, call: AttentionCall) -> None:
     if q_SBHC.dtype != kv_TBC.dtype or q_SBHC.dtype not in DTYPES:
         accepted = ", ".join(map(str, DTYPES))
         raise TypeError(
@@ -105,10 +150,12 @@ def _check(q_SBHC: Tensor, kv_TBC: Tensor, call: AttentionCall) -> None:
         )
     if kv_TBC.shape[2] > MOST_CHANNELS:
         raise ValueError(f"channels is {kv_TBC.shape[2]}; accepted are at most {MOST_CHANNELS}")
-    if call.attend_bytes < smallest_attend_bytes():
+    batch, slots = call.layout.batch, budget * call.layout.pool_size + _tail_slots(call)
+    smallest = smallest_attend_bytes(batch=batch, channels=kv_TBC.shape[2], slots=slots)
+    if call.attend_bytes < smallest:
         raise ValueError(
-            f"attend_bytes is {call.attend_bytes}; accepted are at least {smallest_attend_bytes()}, which hold a list "
-            f"of {PART} rows"
+            f"attend_bytes is {call.attend_bytes}; accepted are at least {smallest}, which hold one row of {batch} "
+            f"samples with {slots} token slots"
         )
 
 
@@ -127,48 +174,3 @@ def _constants(kv_TBC: Tensor) -> dict[str, Any]:
         "OPERAND": tl.bfloat16 if narrow else tl.float32,
         "SPLIT": low,
     }
-
-
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """What the gradient of latents is computed from beside the items."""
-
-    q_SBHC: Tensor
-    kv_TBC: Tensor
-    out_grad_SBHC: Tensor
-    norm_SBH: Tensor
-    delta_SBH: Tensor
-    cell_end_BT: Tensor
-
-
-def _cell_ends(segment_end_BN: Tensor, tokens: int) -> Tensor:
-    """Of every token the end of the segment that it lies in, or of the next."""
-    token_BT = torch.arange(tokens, device=segment_end_BN.device).expand(len(segment_end_BN), -1).contiguous()
-    segment_BT = torch.searchsorted(segment_end_BN, token_BT, right=True)
-    return segment_end_BN.gather(1, segment_BT.clamp_(max=segment_end_BN.shape[1] - 1))
-
-
-def _add_strip(
-    call: AttentionCall, items: Items, inputs: _Inputs, lists: InverseLists, strip: Strip, sum_XC: Tensor
-) -> None:
-    """Add the gradients of a strip's cells."""
-    tokens, batch, channels = inputs.kv_TBC.shape
-    pool_size = call.layout.pool_size
-    list_start_X, part_start_X, part_sum_start_X = lists.start_3X
-    part_sum_XC = torch.empty(strip.sums * pool_size, channels, dtype=torch.float32, device=sum_XC.device)
-    sizes = {"J": pool_size, "J_PADDED": max(8, triton.next_power_of_2(pool_size))}
-    constants = _constants(inputs.kv_TBC)
-    launch(
-        latent_grad_kernel,
-        len(strip.part_cell_X),
-        *(inputs.q_SBHC, inputs.kv_TBC, inputs.out_grad_SBHC, inputs.norm_SBH, inputs.delta_SBH, items.position_S),
-        *(strip.item_X, strip.part_cell_X, list_start_X, part_start_X, part_sum_start_X, inputs.cell_end_BT),
-        *(part_sum_XC, sum_XC, strip.low, tokens, batch, inputs.q_SBHC.shape[2], call.softmax_scale * LOG2_E),
-        **sizes | constants | {"PART": PART, "STEP": STEP},
-    )
-    launch(
-        add_parts_kernel,
-        strip.high - strip.low if strip.sums else 0,
-        *(part_start_X, part_sum_start_X, inputs.cell_end_BT, part_sum_XC, sum_XC, strip.low, tokens, batch),
-        **sizes | {"C": channels, "C_PADDED": constants["C_PADDED"]},
-    )
