@@ -82,31 +82,29 @@ def _read_and_kept(tokens: int) -> tuple[int, int]:
 class Attention:
     """One rank's seconds for one pass of one layer's attention, each part by itself and nothing overlapped.
 
-    `reading` is what gradients of latents read of queries and output gradients, `exchange` what a cut by rows moves.
+    `by_heads` and `by_rows` are what either cut reads and writes, `exchange` what a cut by rows moves between ranks.
     """
 
     products: float
-    gathered_by_heads: float
-    gathered_by_rows: float
-    reading: float
+    by_heads: float
+    by_rows: float
     exchange: float
 
 
 def attention_seconds(tokens: int, ranks: int, *, backward: bool = False) -> Attention:
-    """Either cut has the same (row, head) pairs, and so the same products and the same reading, on every rank."""
+    """Either cut has as many (row, head) pairs, and so as many products, on every rank; one document, no cache."""
     slots = GEOMETRY.index_topk + GEOMETRY.index_kpool - 1
     heads, channels = GEOMETRY.num_attention_heads / ranks, GEOMETRY.kv_lora_rank
+    # A row's latents: gathered once, in backward twice, and what each contributes written and read in fp32.
+    of_slots = tokens * slots * channels * (2 * ELEMENT + 2 * 4 if backward else ELEMENT) / MEMORY
+    # Queries and outputs; or queries and both gradients.
+    moved = (3 if backward else 2) * tokens * heads * channels * ELEMENT * (ranks - 1) / ranks
     products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
-    gathered = tokens * slots * channels * ELEMENT / MEMORY
-    # All rows of this rank's heads, or the like of its rows: queries, outputs; or queries and both gradients.
-    of_heads = tokens * heads * channels * ELEMENT
     return Attention(
         products=products * 2 * tokens * heads * slots * channels / PRODUCTS,
-        gathered_by_heads=gathered,
-        gathered_by_rows=gathered / ranks,
-        # Once for every pool and the tail of a row.
-        reading=2 * (GEOMETRY.pool_budget + 1) * of_heads / MEMORY if backward else 0.0,
-        exchange=(3 if backward else 2) * of_heads * (ranks - 1) / ranks / LINK,
+        by_heads=of_slots,
+        by_rows=of_slots / ranks,
+        exchange=moved / LINK,
     )
 
 
@@ -120,11 +118,9 @@ def lines() -> Iterator[str]:
             yield f"| {tokens:,} | {ranks} | " + " | ".join(map(milliseconds, parts)) + " |"
     for backward in (False, True):
         yield ""
-        yield (
-            f"| tokens | TP | {'backward' if backward else 'forward'}: products | latents gathered, by heads | by rows "
-            "| queries and gradients read | exchanged, by rows |"
-        )
-        yield "|---|---|---|---|---|---|---|"
+        kind = "backward" if backward else "forward"
+        yield f"| tokens | TP | {kind}: products | memory, by heads | memory, by rows | exchanged, by rows |"
+        yield "|---|---|---|---|---|---|"
         for tokens in TOKENS:
             for ranks in SIZES:
                 parts = vars(attention_seconds(tokens, ranks, backward=backward)).values()

@@ -11,9 +11,6 @@ from on_device import DEVICE
 from test_triton_attention import attended, run
 
 from mcore_dsa import PoolLayout
-from mcore_dsa.kernels.attend_cells import PART
-from mcore_dsa.kernels.inverse_lists import InverseLists
-from mcore_dsa.kernels.items import Items
 
 TOKENS, BUDGET, CHANNELS = 65_536, 512, 512
 
@@ -36,6 +33,12 @@ def recent_case(heads: int, rows: int) -> Case:
     return Case(q, kv, selection, layout, position, out_grad, scale=CHANNELS**-0.5)
 
 
+def run_queries(case: Case) -> None:
+    """Forward, and the gradient of queries alone."""
+    q = case.q.detach().requires_grad_()
+    torch.autograd.grad(attended(case, q, case.kv), q, case.out_grad)
+
+
 def report(heads: int, rows: int, bare: float) -> None:
     case = recent_case(heads, rows)
     forward = milliseconds(lambda: attended(case, case.q, case.kv))
@@ -43,15 +46,10 @@ def report(heads: int, rows: int, bare: float) -> None:
     products = 2.0 * rows * heads * (BUDGET * 4 + 2) * CHANNELS
     gathered = rows * (BUDGET * 4 + 2) * CHANNELS * 2 * -(-heads // 16)
     print(f"attention of {rows:,} rows, {heads} heads, {TOKENS:,} tokens: forward {forward:.2f} ms")
-    print(f"  2 products, {2 * products / forward / bare:.1%} of the bare ones; {gathered / forward / 1e9:.2f} TB/s")
-    print(f"  backward {backward:.2f} ms, 7 products, {7 * products / backward / bare:.1%} of the bare ones")
-    items = Items.of(case.selection, case.layout, case.layout.bounds(case.position), tail=True)
-
-    def lists() -> None:
-        for _ in InverseLists(items, TOKENS, PART).strips(1 << 30, 4 * CHANNELS * 4):
-            pass
-
-    print(f"  of which the lists {milliseconds(lists):.2f} ms")
+    print(f"  3 products, {3 * products / forward / bare:.1%} of the bare ones; {gathered / forward / 1e9:.2f} TB/s")
+    print(f"  backward {backward:.2f} ms, 10 products, {10 * products / backward / bare:.1%} of the bare ones")
+    alone = milliseconds(partial(run_queries, case)) - forward
+    print(f"  of which the gradient of queries {alone:.2f} ms")
     few = case.rows(slice(0, 128))
     few = replace(few, position=case.position[:128])
     compared: list[tuple[str, Callable[[Case], object]]] = [("triton", run), ("torch", Case.run)]
