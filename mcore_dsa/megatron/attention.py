@@ -21,7 +21,7 @@ from mcore_dsa.collectives import SelectionGather, gather_rows, reduce_rows
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
-from mcore_dsa.megatron.backend import device_bytes, parameter_device
+from mcore_dsa.megatron.backend import compute_device, device_bytes
 from mcore_dsa.megatron.batch import Batch, plan_of
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
@@ -71,7 +71,7 @@ class KPoolDSAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.tp_group = groups.tp
         self.cp_group = groups.cp if config.context_parallel_size > 1 else None
-        device = parameter_device(config)
+        device = compute_device()
         self.settings = read_settings(device_bytes=device_bytes(device))
         self.indexer = KPoolDSAIndexer(config, self.tp_group)
         target = Target.of(
