@@ -188,6 +188,8 @@ class PackWork:
     _row_ends: tuple[int, ...] = field(init=False, repr=False)
     _visible_ends: tuple[int, ...] = field(init=False, repr=False)
     _scored_ends: tuple[int, ...] = field(init=False, repr=False)
+    _selected_ends: tuple[int, ...] = field(init=False, repr=False)
+    _tail_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not _integers(*self.lengths, self.pool_size, self.budget):
@@ -201,8 +203,9 @@ class PackWork:
                 f"{self.budget}; accepted are lengths >= 0, pool_size >= 1 and budget >= 1"
             )
         object.__setattr__(self, "_row_ends", tuple(accumulate(self.lengths)))
-        object.__setattr__(self, "_visible_ends", tuple(accumulate(map(self._visible, self.lengths))))
-        object.__setattr__(self, "_scored_ends", tuple(accumulate(map(self._scored, self.lengths))))
+        for name in ("visible", "scored", "selected", "tail"):
+            ends = tuple(accumulate(map(getattr(self, f"_{name}"), self.lengths)))
+            object.__setattr__(self, f"_{name}_ends", ends)
 
     @property
     def rows(self) -> int:
@@ -226,6 +229,14 @@ class PackWork:
         """Visible pairs of rows `0 ... row - 1`."""
         return self._before(row, self._visible_ends, self._visible)
 
+    def selected_pairs_before(self, row: int) -> int:
+        """Pools that rows `0 ... row - 1` select, summed over rows; rows behind the last document select none."""
+        return self._before(row, self._selected_ends, self._selected)
+
+    def tail_tokens_before(self, row: int) -> int:
+        """Tokens of the rows' own incomplete pools, summed over rows `0 ... row - 1`."""
+        return self._before(row, self._tail_ends, self._tail)
+
     def first_row_reaching(self, pairs: int) -> int:
         """The least row with at least `pairs` scored pairs before it."""
         return bisect_left(range(self.rows), pairs, key=self.scored_pairs_before)
@@ -247,6 +258,14 @@ class PackWork:
 
     def _scored(self, rows: int) -> int:
         return max(0, self._visible(rows) - self._visible(self._unscored_rows))
+
+    def _selected(self, rows: int) -> int:
+        taking_all = min(rows, self._unscored_rows)
+        return self._visible(taking_all) + self.budget * (rows - taking_all)
+
+    def _tail(self, rows: int) -> int:
+        pools, rest = divmod(rows, self.pool_size)
+        return pools * (self.pool_size * (self.pool_size - 1) // 2) + rest * (rest + 1) // 2
 
 
 def partition_rows(

@@ -34,6 +34,7 @@ ORDER = (
     "fused",
     "source",
     "work",
+    "attention_work",
     "state",
     "tp_plan",
     "safetensors_files",

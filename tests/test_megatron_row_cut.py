@@ -7,7 +7,7 @@ import torch
 from harness import RanksFailed, megatron_ranks
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from models import POOL, ROWS, TOPK, Run, assert_equal, config, gpt, tokens, train
-from packs import Pack, Pass, assert_close, run_dense, run_pack
+from packs import Pack, Pass, assert_close, move, run_dense, run_pack
 from recorder import Recorder
 from test_recompute import WAYS
 
@@ -76,8 +76,23 @@ def test_rows_and_heads_give_equal_losses(tp: int, cp: int, kind: str) -> None:
         compare(rank, tp, of_rank, words, f"TP {tp}, CP {cp}, {kind}, {way}, rank {rank}")
 
 
-def train_ten(options: dict[str, Any]) -> Run:
-    return train(steps=STEPS, **options)
+def moved_gpt(cfg: Any) -> Any:
+    model = gpt(cfg)
+    move(model)
+    return model
+
+
+def train_ten(word: str) -> tuple[Run, Run, Run]:
+    """By heads, by heads of weights that rounding has moved, and by rows."""
+    runs = []
+    for shard, build in (("heads", gpt), ("heads", moved_gpt), ("rows", gpt)):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env(shard, word).items():
+                patch.setenv(name, value)
+            torch.manual_seed(1234)
+            model_parallel_cuda_manual_seed(1234)
+            runs.append(train(build, steps=STEPS))
+    return tuple(runs)
 
 
 def assert_replicas_equal(runs: list[Run]) -> None:
@@ -92,15 +107,16 @@ def assert_replicas_equal(runs: list[Run]) -> None:
 @pytest.mark.parametrize(("tp", "word"), [(2, "zigzag"), (3, "off"), (4, "contiguous")])
 def test_ten_steps(tp: int, word: str) -> None:
     """The first loss is equal to the last bit; the others are as far apart as rounding takes them."""
-    heads, rows = (megatron_ranks(train_ten, tp, {}, tp=tp, env=env(shard, word)) for shard in ("heads", "rows"))
-    for left, right in zip(heads, rows, strict=True):
-        assert left.losses[0] == right.losses[0]
-        assert_equal(left.logits[0], right.logits[0])
-        # Sums of at most 96 rows of products, rounded to 2**-24 each, moved by Adam at 1e-2 a step: its steps do not
-        # shrink with the gradient, so that a weight of a gradient near zero may go the other way.
-        torch.testing.assert_close(torch.tensor(left.losses), torch.tensor(right.losses), rtol=2e-4, atol=0)
-        assert right.losses[-1] < 0.9 * right.losses[0]
-    assert_replicas_equal(rows)
+    found = megatron_ranks(train_ten, tp, word, tp=tp)
+    for heads, moved, rows in found:
+        assert heads.losses[0] == rows.losses[0]
+        assert_equal(heads.logits[0], rows.logits[0])
+        assert rows.losses[-1] < 0.9 * rows.losses[0]
+        # What rounding of every weight does, another order of a sum may do: some times as much, for each is one draw.
+        bound = 8 * max(abs(one - other) for one, other in zip(moved.losses, heads.losses, strict=True))
+        assert 0 < bound < 1e-2
+        assert max(abs(one - other) for one, other in zip(rows.losses, heads.losses, strict=True)) <= bound
+    assert_replicas_equal([rows for *_, rows in found])
 
 
 def what_travels() -> set[torch.dtype]:

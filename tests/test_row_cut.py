@@ -14,14 +14,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from layouts import segmentations
-from live_bytes import live_bytes
 from recorder import Recorder
 from torch import Tensor
 
 from mcore_dsa import sparse_attention_sharded
-from mcore_dsa.attend import RowCut
 from mcore_dsa.head_exchange import PIECES_HELD, HeadExchange
-from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import PackWork, RowPartition
 
 EPS = torch.finfo(torch.float32).eps
@@ -245,31 +242,3 @@ def test_an_exchange_needs_shards() -> None:
     expected = ["2 ranks all of them to each", "3 ranks shards"]
     for said in run_ranks(replicated_or_wrong, 2):
         assert said == [f"partition gives {what}; accepted are shards for the group's 2 ranks" for what in expected]
-
-
-def peaks(attend_bytes: int) -> tuple[int, int, int]:
-    """Bytes that forward and backward hold beyond results and sums, and a row's with all heads."""
-    group, rank, rows = dist.group.WORLD, dist.get_rank(), 512
-    case = Case.random([[(0, rows)]], rows, heads=8, channels=64, budget=4).to(torch.bfloat16)
-    mine = share(case, RowPartition.contiguous(rows, 2), rank)
-    q, kv = mine.q.clone().requires_grad_(), mine.kv.clone().requires_grad_()
-    plan = SelectionPlan(case.layout, case.layout.bounds(case.position), RowPartition.contiguous(rows, 2), rank)
-    assert RowCut.of(plan, q, group, attend_bytes).exchange.pieces > 2
-    mine = replace(mine, q=q, kv=kv)
-    made: list[Tensor] = []
-    by_rows(mine, group, attend_bytes=attend_bytes)
-    forward, _ = live_bytes(lambda: made.append(by_rows(mine, group, attend_bytes=attend_bytes)))
-    backward, _ = live_bytes(lambda: made.extend(torch.autograd.grad(made[0], (q, kv), mine.out_grad)))
-    sums = kv.numel() * 4 + kv.nbytes
-    # Bounds of this rank's rows and of their pieces, and the checks of 32,768 ids: not of the exchange.
-    return forward - q.nbytes, backward - q.nbytes - sums, 8 * 64 * 2
-
-
-def test_peaks_stay_within_two_budgets() -> None:
-    attend_bytes = 2**19
-    for forward, backward, row in run_ranks(peaks, 2, attend_bytes):
-        assert forward <= 2 * attend_bytes
-        assert backward <= 2 * attend_bytes
-        # The exchange takes its share: a piece is as long as the bound allows.
-        assert backward >= attend_bytes // 2
-        assert row * PIECES_HELD < attend_bytes

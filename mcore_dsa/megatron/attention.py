@@ -142,6 +142,10 @@ class KPoolDSAttention(MegatronModule):
         started = time.perf_counter()
         selection_BSK, kept = self._select(batch, plan)
         self.indexer_seconds += time.perf_counter() - started
+        return self._attend(batch, plan, selection_BSK, kept).flatten(2)
+
+    def _attend(self, batch: Batch, plan: SelectionPlan, selection_BSK: Tensor, kept: Kept | None) -> Tensor:
+        """`[s, b, heads / TP, kv_lora_rank]`, of a selection as `_select` gives it."""
         attend_bytes = self.settings.attend_bytes.value
         cut = RowCut.of(plan, batch.query_SBHC, self.tp_group, attend_bytes) if kept is None else None
         call = AttentionCall(
@@ -151,7 +155,7 @@ class KPoolDSAttention(MegatronModule):
             always_select_tail=cast(bool, self.config.dsa_indexer_kpool_always_select_tail),
             attend_bytes=attend_bytes,
         )
-        context_SBHC = attend(
+        return attend(
             batch.query_SBHC,
             batch.latent_SBC,
             selection_BSK,
@@ -161,7 +165,6 @@ class KPoolDSAttention(MegatronModule):
             cut=cut,
             shards=self._latent_shards(plan),
         )
-        return context_SBHC.flatten(2)
 
     @torch.no_grad()
     def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept | None]:
