@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     patched: set[str] = set()
 
     def patch_once(function: Any) -> Any:
-        modules = {value.__name__ for value in function.__globals__.values() if value in (tl, tl.core)}
+        modules = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
         if modules <= patched:
             return interpreter._LangPatchScope()
         patched.update(modules)
