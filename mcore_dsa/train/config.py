@@ -251,21 +251,7 @@ def build_parser() -> ArgumentParser:
         required=True,
         help="Tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.",
     )
-    parser.add_argument(
-        "--resume",
-        type=bool | Literal["auto"],
-        nargs="?",
-        const=True,
-        required=True,
-        help="Continue from the latest checkpoint in run_dir; auto starts a run where there is none to continue from.",
-    )
-    parser.add_argument(
-        "--resume_from",
-        "--resume-from",
-        type=PositiveInt | None,
-        default=None,
-        help="Step whose checkpoint in run_dir to continue from in place of the latest, null for none.",
-    )
+    _add_resuming(parser)
     parser.add_argument(
         "--compare-unsharded",
         action=ActionYesNo(no_prefix="no-"),
@@ -289,6 +275,24 @@ def build_parser() -> ArgumentParser:
     for name, group in groups.items():
         parser.add_class_arguments(group, name)
     return parser
+
+
+def _add_resuming(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        type=bool | Literal["auto"],
+        nargs="?",
+        const=True,
+        required=True,
+        help="Continue from the latest checkpoint in run_dir; auto starts a run where there is none to continue from.",
+    )
+    parser.add_argument(
+        "--resume_from",
+        "--resume-from",
+        type=PositiveInt | None,
+        default=None,
+        help="Step whose checkpoint in run_dir to continue from in place of the latest, null for none.",
+    )
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:

@@ -38,7 +38,8 @@ def _first_not_finite(trainer: Trainer) -> str | None:
 
 
 def _device_of(trainer: Trainer) -> torch.device:
-    return next(trainer.chunks[0].parameters()).device
+    parameter: Tensor = next(trainer.chunks[0].parameters())
+    return parameter.device
 
 
 def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

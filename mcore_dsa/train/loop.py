@@ -121,7 +121,7 @@ class Trainer:
         count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
         return _mean_over_batch(self._forward_backward(count, forward_only=True), self._device)
 
-    def named_chunks(self) -> list[tuple[str, torch.nn.Module]]:
+    def named_chunks(self) -> list[tuple[str, Any]]:
         """This rank's model chunks without their wrappers, by the names they have in a checkpoint."""
         if len(self.chunks) == 1:
             return [("model", self.chunks[0].module)]

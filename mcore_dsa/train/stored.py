@@ -162,10 +162,7 @@ def _asked(run_dir: Path, resume_from: int | None) -> tuple[str | None, str | No
     folder = run_dir / CHECKPOINTS
     try:
         names = _names(folder)
-        if resume_from is not None:
-            name, fault = folder_of(run_dir, resume_from).name, None
-        else:
-            name, fault = _latest(folder, names)
+        name, fault = _latest(folder, names) if resume_from is None else (folder_of(run_dir, resume_from).name, None)
     except OSError as error:
         return None, f"{folder} cannot be read: {error.strerror}", []
     return name, fault, names if name is None else [other for other in names if _step(other) < _step(name)]
