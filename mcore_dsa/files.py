@@ -50,7 +50,9 @@ def read_digests(folder: Path) -> dict[str, str]:
     """
     path = folder / DIGESTS
     digests = {}
-    for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(), 1):
+    # Not `splitlines`, which takes other bytes for the end of a line too.
+    *lines, rest = path.read_bytes().decode(errors="replace").split("\n")
+    for number, line in enumerate([*lines, *([rest] if rest else [])], 1):
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(

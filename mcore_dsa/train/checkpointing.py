@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_dsa.files import digest_of
 from mcore_dsa.train.config import JobConfig
@@ -87,7 +88,12 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
     state = _sharded_state(trainer, loading=False) | {"rng": _random_states_sharded()}
-    dist_checkpointing.save(state, str(folder))
+    try:
+        dist_checkpointing.save(state, str(folder))
+    # Raised on every rank for what any could not write, in words on rank 0 alone; no subclass of Exception.
+    except CheckpointException as error:
+        told = of_every_rank([str(cause[0]) for cause in error.failures.values()])
+        raise ValueError(f"the checkpoint in {folder} cannot be written: {'; '.join(told[0])}") from error
     own: dict[str, str] = {}
     with told_to_every_rank(f"the checkpoint in {folder} cannot be read back"):
         # Each rank its own files, which Megatron names so.
