@@ -74,11 +74,11 @@ def two_jobs(path: Path) -> dict[str, Any]:
     pid = of_every_rank(os.getpid())[0]
     seen: dict[str, Any] = {"pid": pid, "beside": told(second.take)}
     first.begin_anew()
-    seen["new"] = sorted(os.listdir(path.parent))
+    seen["new"] = of_every_rank(sorted(os.listdir(path.parent)))[0]
     if dist.get_rank() == 0:
         (path / "metrics.jsonl").write_text("first")
     first.begin_anew()
-    seen["aside"] = sorted(os.listdir(path.parent))
+    seen["aside"] = of_every_rank(sorted(os.listdir(path.parent)))[0]
     seen["beside the new one"] = told(second.take)
     first.check()
     if dist.get_rank() == 0:
@@ -87,6 +87,7 @@ def two_jobs(path: Path) -> dict[str, Any]:
     second.take()
     seen["beside what was moved"] = told(first.take)
     second.release()
+    dist.barrier()
     seen["left"] = path.exists()
     first.release()
     return seen

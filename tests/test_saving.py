@@ -69,15 +69,14 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_not_published(ranks: int, t
         f"weights after step 2: {name} is not finite on ranks [{ranks - 1}]; accepted are finite numbers alone"
     )
     assert "exp_avg_sq of the optimizer is not finite on ranks" in moment
-    assert disk.startswith(f"the checkpoint in {tmp_path}/run/checkpoints/step_00000002 cannot be written: ")
-    assert "File too large" in disk
+    assert disk.startswith(f"the checkpoint in {tmp_path}/run/checkpoints/step_00000002 cannot be written, ")
+    assert " bytes are free there: " in disk
 
 
 def test_weights_that_no_step_can_follow_are_not_published(tmp_path: Path) -> None:
     """Each step moves a weight by about the learning rate: 1e9 is finite, and what comes of it is not."""
-    with pytest.raises(RanksFailed) as failed:
-        start(tiny(tmp_path, "--training.lr 1e9 --checkpoint.save_every 1", ONE))
-    assert str(failed.value).count("RuntimeError: the loss after step 1 is nan; accepted") == 2
+    with pytest.raises(RanksFailed, match=r"RuntimeError: .*(found (NaN|Inf)|the loss after step 1 is nan)"):
+        start(tiny(tmp_path, "--training.lr 1e9", ONE))
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RanksFailed, run_ranks
-from train_runs import FLAG, ROOT, TINY, losses, metrics, run, start, tiny
+from train_runs import FLAG, ROOT, TINY, losses, metrics, refusals, run, start, tiny
 
 from mcore_dsa.train.config import JobConfig, parse_config
 
@@ -176,17 +176,6 @@ def run_until_power_fails(config: JobConfig) -> None:
 
     checkpointing.dist_checkpointing.save = fail_in_the_third
     run(config)
-
-
-def refusals(configs: list[JobConfig]) -> list[str]:
-    """What each run is refused with, in ranks that the harness started."""
-    told = []
-    for config in configs:
-        try:
-            run(config)
-        except ValueError as error:
-            told.append(str(error))
-    return told
 
 
 def test_resuming_refuses_another_run(tmp_path: Path) -> None:

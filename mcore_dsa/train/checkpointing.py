@@ -73,7 +73,7 @@ def resume_faults(
 def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spare: Path | None = None) -> None:
     """Write a checkpoint of the run as it stands and publish it; every rank has to call this.
 
-    Nothing is written of weights that are not finite, or whose next loss is not. Older checkpoints than
+    Nothing is written of weights that are not finite, or whose next loss or gradient is not. Older checkpoints than
     `checkpoint.keep` are removed, but for `spare`.
 
     Raises: RuntimeError for such weights, ValueError for files that cannot be written, on every rank; the latest
@@ -93,7 +93,13 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
     # Raised on every rank for what any could not write, in words on rank 0 alone; no subclass of Exception.
     except CheckpointException as error:
         told = of_every_rank([str(cause[0]) for cause in error.failures.values()])
-        raise ValueError(f"the checkpoint in {folder} cannot be written: {'; '.join(told[0])}") from error
+        if dist.get_rank() == 0:
+            # It may be what fills the disk.
+            shutil.rmtree(folder, ignore_errors=True)
+        free = shutil.disk_usage(run_dir).free
+        raise ValueError(
+            f"the checkpoint in {folder} cannot be written, {free:,} bytes are free there: {'; '.join(told[0])}"
+        ) from error
     own: dict[str, str] = {}
     with told_to_every_rank(f"the checkpoint in {folder} cannot be read back"):
         # Each rank its own files, which Megatron names so.
@@ -135,7 +141,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def _refuse_wrecked(trainer: Trainer) -> None:
-    """Weights may be finite and past use: those after a step at a learning rate of 1e9 overflow in the next forward."""
+    """Weights may be finite and past use: after a step at a learning rate of 1e9 the next gradient is not."""
     refuse_not_finite(trainer, f"weights after step {trainer.step}")
     states = _random_states()
     loss = trainer.next_loss()
