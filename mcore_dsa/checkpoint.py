@@ -28,10 +28,11 @@ from mcore_dsa.binding import (
     ExpectedTensor,
     expected_tensors,
 )
+from mcore_dsa.files import DIGESTS, differing, new_folder, read_digests
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import CONFIG_NAME, HfConfig, read_hf_config
 from mcore_dsa.safetensors_files import MODEL_INDEX, StoredTensor
-from mcore_dsa.tensor_files import DTYPES, copied, mapped, new_folder, read_tensor, save_tensors
+from mcore_dsa.tensor_files import DTYPES, copied, mapped, read_tensor, save_tensors
 from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
 _APE = "indexer.index_kpool_compress_ape"
@@ -39,6 +40,23 @@ _APE = "indexer.index_kpool_compress_ape"
 _STRIP_ELEMENTS = 2**16
 # A layer, the name of one of its tensors under `self_attn.`, and the whole tensor.
 type LayerTensor = tuple[int, str, Tensor]
+
+
+def changed_files(binding: CheckpointBinding, layers: Sequence[int], *, rank: int = 0, ranks: int = 1) -> list[str]:
+    """One line for each file with tensors of `layers` that is not what its digest says, where a checkpoint has digests.
+
+    With several `ranks` each reads its share.
+
+    Raises: OSError or ValueError for digests that cannot be read.
+    """
+    prefixes = tuple(binding.full_name(layer, "") for layer in layers)
+    names = sorted({stored.file.name for full, stored in binding.tensors.items() if full.startswith(prefixes)})
+    folder = binding.files[0].parent
+    try:
+        digests = read_digests(folder)
+    except FileNotFoundError:
+        return []
+    return differing(folder, digests, [name for name in names[rank::ranks] if name in digests])
 
 
 def load_attention(binding: CheckpointBinding, layer: int, plan: DsaTpPlan) -> dict[str, Tensor]:
@@ -102,7 +120,8 @@ def export_attention(
 
     Every other byte is the template's: where `template` was read from a folder or an index all files of its folder
     come along (subfolders do not), from a single file that file and the configuration beside it. `tensors` are taken
-    one at a time. The folder appears under its name when it is complete and on disk, or not at all.
+    one at a time. The folder appears under its name when it is complete and on disk, with digests of its files, or not
+    at all.
 
     Raises: FileExistsError for a `target` that exists and is not an empty folder; ValueError for a template with FP8
         attention, or faults that concern one of the layers; for a layer that is not the template's or lacks some of
@@ -285,7 +304,7 @@ def _files_to_copy(template: CheckpointBinding) -> list[Path]:
     folder = template.files[0].parent
     if template.path.suffix == ".safetensors":
         return [*template.files, *(file for file in (folder / CONFIG_NAME,) if file.exists())]
-    return sorted(child for child in folder.iterdir() if child.is_file())
+    return sorted(child for child in folder.iterdir() if child.is_file() and child.name != DIGESTS)
 
 
 def _of_sound_layers(tensors: Iterable[LayerTensor], template: CheckpointBinding) -> Iterator[LayerTensor]:

@@ -18,6 +18,7 @@ ORDER = (
     "precision",
     "eager",
     "checks",
+    "files",
     "workspace",
     "rows",
     "kpool",

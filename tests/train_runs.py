@@ -57,6 +57,17 @@ def run(config: JobConfig) -> dict[str, Any]:
     return asdict(train(prepare(config, torch.distributed.get_world_size())))
 
 
+def refusals(configs: list[JobConfig]) -> list[str]:
+    """What each run is refused with, or ends with, in ranks that the harness started."""
+    told = []
+    for config in configs:
+        try:
+            run(config)
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
 def start(config: JobConfig, ranks: int = 2) -> dict[str, Any]:
     """Run it on new ranks; the summary, which all of them have to agree on but for times."""
     summaries = run_ranks(run, ranks, config, env={FLAG: "1"})

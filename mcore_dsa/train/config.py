@@ -147,9 +147,11 @@ class CheckpointConfig:
 
     Attributes:
         save_every: steps between two checkpoints, 0 for only the one at the end.
+        keep: newest checkpoints to keep, older ones are removed; null keeps all.
     """
 
     save_every: NonNegativeInt
+    keep: PositiveInt | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,9 @@ class JobConfig:
         pack: whether a sample holds whole files, one after the other, that do not attend to each other, or a window of
             one text.
         document_multiple: tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.
-        resume: whether to continue from the latest checkpoint in run_dir.
+        resume: whether to continue from the latest checkpoint in run_dir; auto does where there is one that is whole,
+            and starts a run where there is none.
+        resume_from: step whose checkpoint in run_dir to continue from in place of the latest, null for none.
         compare_unsharded: whether to run the same steps again with the indexer unsharded and compare every loss.
         load_hf: folder of a Hugging Face checkpoint whose DSA layers give the model's attention its initial weights,
             null for random ones.
@@ -187,7 +191,8 @@ class JobConfig:
     max_data_bytes: PositiveInt
     pack: bool
     document_multiple: PositiveInt
-    resume: bool
+    resume: bool | Literal["auto"]
+    resume_from: PositiveInt | None
     compare_unsharded: bool
     load_hf: str | None
     model: ModelConfig
@@ -246,12 +251,7 @@ def build_parser() -> ArgumentParser:
         required=True,
         help="Tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.",
     )
-    parser.add_argument(
-        "--resume",
-        action=ActionYesNo(no_prefix="no-"),
-        required=True,
-        help="Continue from the latest checkpoint in run_dir.",
-    )
+    _add_resuming(parser)
     parser.add_argument(
         "--compare-unsharded",
         action=ActionYesNo(no_prefix="no-"),
@@ -275,6 +275,24 @@ def build_parser() -> ArgumentParser:
     for name, group in groups.items():
         parser.add_class_arguments(group, name)
     return parser
+
+
+def _add_resuming(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        type=bool | Literal["auto"],
+        nargs="?",
+        const=True,
+        required=True,
+        help="Continue from the latest checkpoint in run_dir; auto starts a run where there is none to continue from.",
+    )
+    parser.add_argument(
+        "--resume_from",
+        "--resume-from",
+        type=PositiveInt | None,
+        default=None,
+        help="Step whose checkpoint in run_dir to continue from in place of the latest, null for none.",
+    )
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:

@@ -94,10 +94,8 @@ class Trainer:
         Raises: RuntimeError where a gradient is not finite.
         """
         started, indexer_before = time.perf_counter(), self._indexer_seconds()
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self._forward_backward()
+        self._clear_gradients()
+        sums = self._forward_backward(self.config.micro_batches(dist.get_world_size()))
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
@@ -112,8 +110,32 @@ class Trainer:
             indexer_seconds=self._indexer_seconds() - indexer_before,
         )
 
-    def _forward_backward(self) -> list[Tensor]:
-        """What `_loss` reports of each micro batch, on the last pipeline stage; nothing on the others."""
+    def next_loss(self) -> float:
+        """The loss of the samples that come next, forward and backward, without an update.
+
+        Of a micro batch for each pipeline stage; random states move on, and gradients are left for the next step to
+        clear.
+
+        Raises: RuntimeError where a gradient is not finite.
+        """
+        self._clear_gradients()
+        # The interleaved schedule wants as many as there are stages.
+        count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
+        return _mean_over_batch(self._forward_backward(count), self._device)
+
+    def named_chunks(self) -> list[tuple[str, Any]]:
+        """This rank's model chunks without their wrappers, by the names they have in a checkpoint."""
+        if len(self.chunks) == 1:
+            return [("model", self.chunks[0].module)]
+        return [(f"model{index}", chunk.module) for index, chunk in enumerate(self.chunks)]
+
+    def _clear_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _forward_backward(self, count: int) -> list[Tensor]:
+        """What `_loss` reports of each of `count` micro batches, on the last pipeline stage; nothing on the others."""
         training = self.config.training
         iterators = [self._micro_batches() for _ in self.chunks]
         run = get_forward_backward_func()
@@ -121,7 +143,7 @@ class Trainer:
             forward_step_func=_forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks,
-            num_microbatches=self.config.micro_batches(dist.get_world_size()),
+            num_microbatches=count,
             seq_length=training.sequence_length,
             micro_batch_size=training.micro_batch_size,
             forward_only=False,
