@@ -13,10 +13,12 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mcore_dsa.checks import check_kind
 from mcore_dsa.plan import SelectionPlan
 
 # The attribute of a PackedSeqParams under which its plan lives: as long as it, and found again by every recompute.
 _PLAN = "mcore_dsa_plan"
+_DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 class Batch(NamedTuple):
@@ -85,6 +87,8 @@ def plan_of(query_SBHC: Tensor, packed: PackedSeqParams | None, **sizes: Any) ->
     if packed is None:
         return _dense_plan(rows, batch=batch, device=query_SBHC.device, **sizes)
     documents = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
+    for name, lengths in zip(_DOCUMENTS, documents, strict=True):
+        check_kind(Tensor, **{f"packed_seq_params.{name}": lengths})
     key = tuple(sizes.items()), rows, tuple(map(_version, documents))
     kept = vars(packed).get(_PLAN)
     # With the tensors themselves: others may come to stand at their addresses.
