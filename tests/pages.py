@@ -85,14 +85,13 @@ def _tensors(rows: int = 12, batch: int = 2, heads: int = 2, dim: int = 8) -> di
 
 
 def _readme(folder: Path) -> dict[str, Any]:
-    from hf_checkpoints import tiny_checkpoint_of
-    from models import SIZES, config
+    from models import config
 
     from mcore_dsa.binding import verify
     from mcore_dsa.megatron import kpool_dsa_layer_spec
 
     (folder / "configs").symlink_to(ROOT / "configs")
-    geometry = verify(tiny_checkpoint_of(folder / "GLM-5.3-Flash-BF16")).geometry
+    geometry = verify(_checkpoint(folder / "GLM-5.3-Flash-BF16")).geometry
     held = _model(**_sizes_of(geometry))
     latent: Tensor = torch.randn(12, 2, 16)
     return _tensors() | {
@@ -106,8 +105,13 @@ def _readme(folder: Path) -> dict[str, Any]:
         "latent_TBC": latent,
         "latent_q_SBHC": torch.randn(12, 2, 4, 16),
         "scale": 0.25,
-        "SIZES": SIZES,
     }
+
+
+def _checkpoint(folder: Path) -> Path:
+    from hf_checkpoints import checkpoint_tensors, tiny_config, write_checkpoint
+
+    return write_checkpoint(folder, tiny_config(), checkpoint_tensors(tiny_config()))
 
 
 def _sizes_of(geometry: Any) -> dict[str, Any]:
@@ -146,11 +150,11 @@ def _replay(folder: Path) -> dict[str, Any]:
     from records import as_rollout, random_record
 
     lengths = [ROWS] * BATCH
-    ids, labels = tokens()
+    ids = tokens()
     return {
         "model": _model(dsa_indexer_topk=2048),
-        "ids": ids,
-        "labels": labels,
+        "ids": ids[:, :-1],
+        "labels": ids[:, 1:],
         "rank": 0,
         "path": folder / "selections.safetensors",
         "requests": as_rollout(random_record(lengths, pool_size=4, budget=512)),
@@ -158,9 +162,37 @@ def _replay(folder: Path) -> dict[str, Any]:
     }
 
 
+def _selection(folder: Path) -> dict[str, Any]:
+    return {
+        "q_SBHD": torch.randn(22, 1, 8, 16),
+        "weights_SBH": torch.randn(22, 1, 8),
+        "pool_key_PBD": torch.randn(5, 1, 16),
+    }
+
+
+class _Provider:
+    """What a bridge's provider of models does with the function that it is given."""
+
+    transformer_layer_spec: Any
+
+    def provide(self, *, pre_process: bool, post_process: bool) -> Any:
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from models import ROWS, VOCAB, config
+
+        own = config()
+        ends = {"pre_process": pre_process, "post_process": post_process}
+        return GPTModel(own, self.transformer_layer_spec(own), VOCAB, ROWS, position_embedding_type="none", **ends)
+
+
+def _hosts(folder: Path) -> dict[str, Any]:
+    return {"provider": _Provider()}
+
+
 # What a page's reader has at hand, by page.
 NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": _readme,
     "docs/decode.md": _decode,
+    "docs/hosts.md": _hosts,
     "docs/replay.md": _replay,
+    "docs/selection.md": _selection,
 }

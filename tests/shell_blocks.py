@@ -1,5 +1,7 @@
 """The commands of README and docs, each run as far as a test can: on a tiny model or checkpoint, or looked up."""
 
+import contextlib
+import io
 import re
 import shlex
 import subprocess
@@ -7,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 from command_line import command, tiny_checkpoint
 from pages import ROOT
 from train_runs import TINY, start
@@ -55,8 +58,6 @@ def _torchrun(words: Sequence[str], folder: Path) -> None:
 
 def _train(options: Sequence[str], ranks: int, folder: Path) -> None:
     """Train with fewer steps on a tiny model, in a folder for each of the command's own."""
-    if "--help" in options:
-        return
     asked = parse_config([str(ROOT / word) if word.startswith("configs/") else word for word in options])
     start(_smaller(asked, options, folder), ranks)
 
@@ -104,6 +105,13 @@ def _bash(words: Sequence[str], folder: Path) -> None:
     subprocess.run(["bash", "-n", str(ROOT / words[0])], check=True)
 
 
+def _python(words: Sequence[str], folder: Path) -> None:
+    assert list(words) == ["-m", "mcore_dsa.train", "--help"]
+    with pytest.raises(SystemExit, match="0"), contextlib.redirect_stdout(io.StringIO()) as out:
+        parse_config(["--help"])
+    assert "--training.steps" in out.getvalue()
+
+
 def _git(words: Sequence[str], folder: Path) -> None:
     assert list(words) == ["lfs", "pull"]
 
@@ -115,4 +123,5 @@ _RUN: dict[str, Callable[[Sequence[str], Path], None]] = {
     "pip": _pip,
     "bash": _bash,
     "git": _git,
+    "python": _python,
 }
