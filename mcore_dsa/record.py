@@ -248,7 +248,7 @@ class SelectionRecord:
         document = int(self.document_T[row])
         pools = self.lengths[document] // self.pool_size
         place = f"of layer {layer} at row {row}, token {row - self.starts[document]} of document {document},"
-        accepted = f"accepted are -1 and 0 <= id < {visible}, ascending"
+        accepted = f"-1 and 0 <= id < {visible}, ascending"
         for slot, pool in enumerate(chosen):
             before = chosen[:slot]
             if pool < -1 or pool >= max(self.lengths) // self.pool_size:
@@ -265,7 +265,7 @@ class SelectionRecord:
                 why = "it is out of order"
             else:
                 continue
-            return f"the pool id {place} is {pool}; {accepted}: {why}"
+            return f"the pool id {place} is {pool}; accepted are {accepted}: {why}"
         if self.recorded_T[row]:
             return f"the first pool id {place} is -1; accepted is a pool of the {visible} that a recorded row sees"
         return f"the first pool id {place} is {chosen[0]}; accepted is -1 in a row without a record"

@@ -13,12 +13,13 @@ import hf_checkpoints
 import yaml
 from fuzz import Target
 from hypothesis import strategies as st
-from odd import WORDS, changed_bytes, changed_tree, integers
+from odd import WORDS, changed_arguments, changed_bytes, changed_tree, integers
 from records import random_record
+from torch import Tensor
 
 from mcore_dsa import DsaGeometry, DsaTpPlan, SelectionRecord
 from mcore_dsa.binding import verify
-from mcore_dsa.checkpoint import load_attention
+from mcore_dsa.checkpoint import absorb_up_projections, load_attention, merge_attention
 from mcore_dsa.cli import main
 from mcore_dsa.hf_config import read_hf_config
 
@@ -251,6 +252,31 @@ def _text(case: tuple[list[str], bytes, int]) -> None:
     assert 0 < len(corpus.tokens) <= most
 
 
+@functools.cache
+def _shards() -> tuple[DsaGeometry, list[dict[str, Tensor]]]:
+    with _folder() as folder:
+        _put(folder, _checkpoint(hf_checkpoints.DsaStorage.BF16, 1))
+        binding = verify(folder)
+        return binding.geometry, hf_checkpoints.shards(binding, 1, 2)
+
+
+@st.composite
+def _merges(draw: st.DrawFn) -> list[Any]:
+    ranks: list[Any] = [dict(rank) for rank in _shards()[1]]
+    place = draw(st.integers(0, 1))
+    ranks[place] = draw(changed_arguments(ranks[place]))
+    if draw(st.booleans()):
+        del ranks[place][draw(st.sampled_from(sorted(ranks[place])))]
+    return draw(st.sampled_from((ranks, ranks, ranks[:1], ranks * 2, [])))
+
+
+def _merged(ranks: list[Any]) -> None:
+    geometry, _ = _shards()
+    for shard in ranks:
+        absorb_up_projections(shard, geometry)
+    assert len(dict(merge_attention(ranks, geometry))) == 14
+
+
 TARGETS = (
     Target("config files", changed_bytes(CONFIG), _read, REFUSAL, 8),
     Target("checkpoints", _checkpoints(), _load, REFUSAL, 10),
@@ -258,5 +284,6 @@ TARGETS = (
     Target("files of records", st.deferred(lambda: _changed_file("record", _record())), _load_record, REFUSAL, 10),
     Target("command lines", _command_lines(), _answer, (), 4),
     Target("jobs", _jobs(), _job, (ValueError,), 2),
+    Target("ranks", st.deferred(_merges), _merged, (TypeError, ValueError), 5),
     Target("texts", _texts(), _text, REFUSAL, 4),
 )
