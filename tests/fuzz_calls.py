@@ -12,7 +12,6 @@ from odd import (
     WORDS,
     changed_arguments,
     changed_tensor,
-    changed_tree,
     integers,
     tensors,
     values,
@@ -21,7 +20,6 @@ from records import as_rollout, fields_of, random_record
 
 from mcore_dsa import (
     DsaGeometry,
-    DsaTpPlan,
     IndexerState,
     PoolLayout,
     SelectionRecord,
@@ -371,20 +369,6 @@ def _rollout(case: dict[str, Any]) -> None:
     from_rollout(**case).check()
 
 
-@st.composite
-def _configurations(draw: st.DrawFn) -> tuple[Any, Any, Any]:
-    storage = draw(st.sampled_from(list(hf_checkpoints.QUANTIZATION)))
-    config = draw(changed_tree(hf_checkpoints.tiny_config(storage), values))
-    return (draw(values) if draw(st.integers(0, 9)) == 0 else config), draw(integers | values), draw(integers | values)
-
-
-def _configuration(case: tuple[Any, Any, Any]) -> None:
-    config, rank, size = case
-    geometry = DsaGeometry.from_config(config)
-    plan = DsaTpPlan(rank, size, geometry)
-    assert sum(tensor.local_bytes for tensor in plan.tensors) == plan.local_bytes
-
-
 TARGETS = (
     Target("settings", SETTINGS, _settings, (), 10),
     Target("layouts", _layout_calls(), _layout, REFUSAL, 10),
@@ -396,6 +380,4 @@ TARGETS = (
     Target("states", _sessions(), _session, REFUSAL, 5),
     Target("records", _records(), _record, REFUSAL, 8),
     Target("rollouts", _rollouts(), _rollout, REFUSAL, 8),
-    # A word is a path, of which the system may say that it is not there or too long.
-    Target("configurations", _configurations(), _configuration, (*REFUSAL, OSError), 8),
 )

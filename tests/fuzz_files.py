@@ -1,4 +1,4 @@
-"""What is fuzzed as files and command lines: configurations, checkpoints, ranks, records, jobs, runs, texts, words."""
+"""What is fuzzed of configurations, checkpoints, ranks, records, jobs and texts, mostly as files, and of commands."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ import hf_checkpoints
 import yaml
 from fuzz import Target
 from hypothesis import strategies as st
-from odd import WORDS, changed_arguments, changed_bytes, changed_tree, integers
+from odd import WORDS, changed_arguments, changed_bytes, changed_tree, integers, values
 from records import random_record
 from torch import Tensor
 
@@ -277,7 +277,23 @@ def _merged(ranks: list[Any]) -> None:
     assert len(dict(merge_attention(ranks, geometry))) == 14
 
 
+@st.composite
+def _configurations(draw: st.DrawFn) -> tuple[Any, Any, Any]:
+    storage = draw(st.sampled_from(list(hf_checkpoints.QUANTIZATION)))
+    config = draw(changed_tree(hf_checkpoints.tiny_config(storage), values))
+    return (draw(values) if draw(st.integers(0, 9)) == 0 else config), draw(integers | values), draw(integers | values)
+
+
+def _configuration(case: tuple[Any, Any, Any]) -> None:
+    config, rank, size = case
+    geometry = DsaGeometry.from_config(config)
+    plan = DsaTpPlan(rank, size, geometry)
+    assert sum(tensor.local_bytes for tensor in plan.tensors) == plan.local_bytes
+
+
 TARGETS = (
+    # A word is a path, of which the system may say that it is not there or too long.
+    Target("configurations", _configurations(), _configuration, (TypeError, *REFUSAL), 8),
     Target("config files", changed_bytes(CONFIG), _read, REFUSAL, 8),
     Target("checkpoints", _checkpoints(), _load, REFUSAL, 10),
     Target("files of ranks", st.deferred(lambda: _changed_files(_ranks())), _merge, (), 5),

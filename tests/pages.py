@@ -95,7 +95,7 @@ def _readme(folder: Path) -> dict[str, Any]:
     held = _model(**_sizes_of(geometry))
     latent: Tensor = torch.randn(12, 2, 16)
     return _tensors() | {
-        "my_layer_or_block_spec": kpool_dsa_layer_spec(config(), 1),
+        "my_layer_or_block_spec": kpool_dsa_layer_spec(config(), layer_number=1),
         # Not of the published size.
         "my_model": lambda config, spec: _model(),
         "tp_rank": 0,

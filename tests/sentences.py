@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_VERBS = (
-    "is|are|was|has|have|holds?|lacks|adds|brings|repeats|selects|cuts|depends|recomputes|differs?|cannot|stands|begins"
-)
+_VERBS = "is|are|was|has|have|holds?|lacks|adds|brings|repeats|selects|cuts|depends|recomputes"
+_VERBS += "|differs?|cannot|stands|begins"
 _SUBJECT = re.compile(rf"(.+?)(?: (?:{_VERBS})\b|[;:=]| \()")
 # Kinds that are not for a caller to see: what is caught inside, and one's own invariants.
 _INTERNAL = {"AssertionError", "LookupError", "_FaultyRanksError", "BaseException"}

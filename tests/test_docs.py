@@ -33,7 +33,7 @@ def test_commands_work_in_the_order_in_which_they_stand(page: str, tmp_path: Pat
             run_commands(block.code, tmp_path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_links_variables_and_targets_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)", text):
@@ -50,4 +50,5 @@ def test_links_variables_and_targets_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_with_options_stand_in_blocks_where_they_are_run(page: Path) -> None:
     text = re.sub(r"```[\s\S]*?```", "", page.read_text(encoding="utf-8"))
-    assert re.findall(r"`(?:torchrun|mcore-dsa|pip|make \w+ ARGS)[^`]* -[^`]*`", text) == []
+    commands = re.findall(r"`(?:torchrun|mcore-dsa|pip|make \w+ ARGS)[^`]* -[^`]*`", text)
+    assert [words for words in commands if not words.endswith((" ...`", " --help`"))] == []
