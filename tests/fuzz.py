@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -57,8 +57,10 @@ def targets() -> dict[str, Target]:
     # Here, because they import this module.
     import fuzz_calls
     import fuzz_files
+    import fuzz_records
 
-    return {target.name: target for target in (*fuzz_calls.TARGETS, *fuzz_files.TARGETS)}
+    found = (*fuzz_calls.TARGETS, *fuzz_files.TARGETS, *fuzz_records.TARGETS)
+    return {target.name: target for target in found}
 
 
 def shares(cases: int) -> dict[str, int]:
@@ -94,7 +96,7 @@ def run_cases(target: Target, cases: int, number: int) -> int:
         except target.errors:
             pass
         except TookTooLong as error:
-            error.add_note(f"case={case!r}")
+            error.add_note(f"{target.name}, case={case!r}")
             raise
         finally:
             signal.alarm(0)
@@ -103,18 +105,21 @@ def run_cases(target: Target, cases: int, number: int) -> int:
     return ran
 
 
-def in_bounds(name: str, cases: int, number: int) -> int:
-    """`run_cases` where no case can take more time or address space than it may; for a process of its own."""
+def in_bounds(cases: Mapping[str, int], number: int) -> dict[str, int]:
+    """`run_cases` of some targets where no case can take more time or address space than it may.
+
+    For a process of its own, which stays within its bounds.
+    """
 
     def too_long(signum: int, frame: FrameType | None) -> None:
-        raise TookTooLong(f"a case of {name} takes more than {CASE_SECONDS} s")
+        raise TookTooLong(f"a case takes more than {CASE_SECONDS} s")
 
     faulthandler.enable()
-    target = targets()[name]
+    known = targets()
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + CASE_BYTES,) * 2)
     signal.signal(signal.SIGALRM, too_long)
-    return run_cases(target, cases, number)
+    return {name: run_cases(known[name], some, number) for name, some in cases.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,12 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while ran < cases:
             part = min(PROCESS_CASES, cases - ran)
             try:
-                (more,) = run_ranks(in_bounds, 1, name, part, number, timeout=part * CASE_SECONDS)
+                (more,) = run_ranks(in_bounds, 1, {name: part}, number, timeout=part * CASE_SECONDS)
             except RanksFailed as error:
                 print(f"{error}\nagain with: --target {name} --seed {number} --cases {options.cases}", flush=True)
                 failed += 1
                 break
-            ran, number = ran + more, number + 1
+            ran, number = ran + more[name], number + 1
         done += ran
         print(f"{name}: {ran:,} cases, {time.monotonic() - begun:.0f} s", flush=True)
     print(f"{done:,} cases of seed {options.seed}, {failed} targets failed")

@@ -1,4 +1,4 @@
-"""What is fuzzed in memory: settings, lengths, layouts, selections, tensors, states, records and rollouts."""
+"""What is fuzzed in memory: settings, lengths, layouts, tensors, decoding states."""
 
 from itertools import accumulate
 from typing import Any, get_args
@@ -12,20 +12,15 @@ from odd import (
     WORDS,
     changed_arguments,
     changed_tensor,
-    integers,
-    tensors,
     values,
 )
-from records import as_rollout, fields_of, random_record
 
 from mcore_dsa import (
     DsaGeometry,
     IndexerState,
     PoolLayout,
-    SelectionRecord,
     compress_keys,
     expand_selection,
-    from_rollout,
     fused_qk_topk_kpool,
     select_pools,
     sparse_attention,
@@ -323,52 +318,6 @@ def _session(steps: list[tuple[str, dict[str, Any]]]) -> None:
         assert bool(((state.length_B >= 0) & (state.length_B <= state.capacity)).all())
 
 
-@st.composite
-def _records(draw: st.DrawFn) -> tuple[dict[str, Any], Any]:
-    own = draw(st.lists(st.integers(0, 14), min_size=1, max_size=4))
-    places = [length + draw(st.integers(0, 3)) for length in own]
-    fields = fields_of(random_record(own, places))
-    other = draw(st.one_of(values, st.just(random_record(own, places, seed=1)), st.just(random_record([5]))))
-    lists = st.lists(st.one_of(integers, values), max_size=4).map(tuple)
-    if draw(st.booleans()):
-        return draw(changed_arguments(fields)), other
-    fields[draw(st.sampled_from(("lengths", "padded_lengths")))] = draw(lists)
-    return fields, other
-
-
-def _record(case: tuple[dict[str, Any], Any]) -> None:
-    fields, other = case
-    record = SelectionRecord(**fields)
-    assert isinstance(record.digest, str)
-    assert record.missing_T.shape == record.visible_T.shape == record.recorded_T.shape
-    record.agreement(other)
-    record.check()
-
-
-@st.composite
-def _rollouts(draw: st.DrawFn) -> dict[str, Any]:
-    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
-    tail = draw(st.booleans())
-    requests: Any = as_rollout(random_record(lengths), tail=tail)
-    sound: dict[str, Any] = {"pool_size": 3, "budget": 4, "always_select_tail": tail}
-    places: Any = draw(st.sampled_from((None, [length + 2 for length in lengths])))
-    what = draw(st.sampled_from(("tensor", "tensor", "list", "arguments", "places")))
-    if what == "tensor":
-        place = draw(st.integers(0, len(requests) - 1))
-        requests[place] = draw(changed_tensor(requests[place]))
-    elif what == "list":
-        requests = draw(st.one_of(values, st.lists(st.one_of(tensors(), values), max_size=3)))
-    elif what == "arguments":
-        sound = draw(changed_arguments(sound))
-    else:
-        places = draw(st.one_of(values, st.lists(st.one_of(integers, values), max_size=4)))
-    return {"requests": requests, "padded_lengths": places, **sound}
-
-
-def _rollout(case: dict[str, Any]) -> None:
-    from_rollout(**case).check()
-
-
 TARGETS = (
     Target("settings", SETTINGS, _settings, (), 10),
     Target("layouts", _layout_calls(), _layout, REFUSAL, 10),
@@ -378,6 +327,4 @@ TARGETS = (
     Target("functions", _function_calls(), _positional, REFUSAL, 10),
     Target("fused", _fused_calls(), _fused, REFUSAL, 5),
     Target("states", _sessions(), _session, REFUSAL, 5),
-    Target("records", _records(), _record, REFUSAL, 8),
-    Target("rollouts", _rollouts(), _rollout, REFUSAL, 8),
 )

@@ -14,10 +14,9 @@ import yaml
 from fuzz import Target
 from hypothesis import strategies as st
 from odd import WORDS, changed_arguments, changed_bytes, changed_tree, integers, values
-from records import random_record
 from torch import Tensor
 
-from mcore_dsa import DsaGeometry, DsaTpPlan, SelectionRecord
+from mcore_dsa import DsaGeometry, DsaTpPlan
 from mcore_dsa.binding import verify
 from mcore_dsa.checkpoint import absorb_up_projections, load_attention, merge_attention
 from mcore_dsa.cli import main
@@ -31,14 +30,14 @@ SIZES |= {"num_attention_heads": 2, "index_n_heads": 2, "index_head_dim": 2, "in
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        yield Path(folder)
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        yield Path(name)
 
 
-def _written(write: Callable[[Path], object]) -> dict[str, bytes]:
+def written(write: Callable[[Path], object]) -> dict[str, bytes]:
     """The files that `write` leaves in a folder, by name."""
-    with _folder() as folder:
+    with scratch() as folder:
         write(folder)
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -62,7 +61,7 @@ def _joined(header: Any, data: bytes) -> bytes:
 
 
 @st.composite
-def _changed_file(draw: st.DrawFn, name: str, data: bytes) -> bytes:
+def changed_file(draw: st.DrawFn, name: str, data: bytes) -> bytes:
     """A file with its structure or its bytes changed."""
     if draw(st.integers(0, 2)) == 0:
         return draw(changed_bytes(data))
@@ -80,7 +79,7 @@ def _changed_files(draw: st.DrawFn, files: dict[str, bytes]) -> dict[str, bytes]
         if draw(st.integers(0, 15)) == 0:
             del found[name]
         else:
-            found[name] = draw(_changed_file(name, files[name]))
+            found[name] = draw(changed_file(name, files[name]))
     return found
 
 
@@ -88,7 +87,7 @@ def _changed_files(draw: st.DrawFn, files: dict[str, bytes]) -> dict[str, bytes]
 def _checkpoint(storage: hf_checkpoints.DsaStorage, files: int) -> dict[str, bytes]:
     config = hf_checkpoints.tiny_config(storage, **SIZES)
     tensors = hf_checkpoints.checkpoint_tensors(config, storage)
-    return _written(lambda folder: hf_checkpoints.write_checkpoint(folder, config, tensors, files))
+    return written(lambda folder: hf_checkpoints.write_checkpoint(folder, config, tensors, files))
 
 
 @st.composite
@@ -98,7 +97,7 @@ def _checkpoints(draw: st.DrawFn) -> dict[str, bytes]:
 
 
 def _load(files: dict[str, bytes]) -> None:
-    with _folder() as folder:
+    with scratch() as folder:
         binding = verify(_put(folder, files))
         json.dumps(binding.to_dict())
         assert (str(binding).count("\n") > 0) == bool(binding.faults)
@@ -111,7 +110,7 @@ CONFIG = json.dumps(hf_checkpoints.tiny_config()).encode()
 
 
 def _read(data: bytes) -> None:
-    with _folder() as folder:
+    with scratch() as folder:
         (folder / "config.json").write_bytes(data)
         DsaGeometry.from_config(read_hf_config(folder))
 
@@ -135,30 +134,19 @@ def _command(*words: str) -> int:
 @functools.cache
 def _ranks() -> dict[str, bytes]:
     def write(folder: Path) -> None:
-        with _folder() as place:
-            source = _put(place / "source", _checkpoint(hf_checkpoints.DsaStorage.BF16, 1))
+        with scratch() as other:
+            source = _put(other / "source", _checkpoint(hf_checkpoints.DsaStorage.BF16, 1))
             folder.rmdir()
             assert _command("convert", "hf2mcore", str(source), str(folder), "--tp", "2") == 0
 
-    return _written(write)
+    return written(write)
 
 
 def _merge(files: dict[str, bytes]) -> None:
-    with _folder() as folder:
+    with scratch() as folder:
         source = _put(folder / "source", files)
         status = _command("convert", "mcore2hf", str(source), str(folder / "target"), "--json")
         assert (status == 0) == (folder / "target").exists()
-
-
-@functools.cache
-def _record() -> bytes:
-    return _written(lambda folder: random_record([5, 9], [6, 9]).save(folder / "record"))["record"]
-
-
-def _load_record(data: bytes) -> None:
-    with _folder() as folder:
-        (folder / "record").write_bytes(data)
-        SelectionRecord.load(folder / "record")
 
 
 _OPTIONS = (
@@ -193,7 +181,7 @@ def _command_lines(draw: st.DrawFn) -> tuple[list[str], bytes]:
 
 def _answer(case: tuple[list[str], bytes]) -> None:
     words, lengths = case
-    with _folder() as folder:
+    with scratch() as folder:
         _put(folder / "checkpoint", _checkpoint(hf_checkpoints.DsaStorage.BF16, 2))
         (folder / "lengths").write_bytes(lengths)
         # Elsewhere than in the folder a word can be a path to write to.
@@ -217,7 +205,7 @@ def _job(case: tuple[bytes, int]) -> None:
 
     text, ranks = case
     status, config = 0, None
-    with _folder() as folder, contextlib.redirect_stderr(io.StringIO()) as err:
+    with scratch() as folder, contextlib.redirect_stderr(io.StringIO()) as err:
         (folder / "run.yaml").write_bytes(text)
         try:
             config = parse_config(["--config", str(folder / "run.yaml")])
@@ -245,7 +233,7 @@ def _text(case: tuple[list[str], bytes, int]) -> None:
     from mcore_dsa.train.data import read_corpus
 
     paths, data, most = case
-    with _folder() as folder:
+    with scratch() as folder:
         (folder / "text").write_bytes(data)
         with contextlib.chdir(folder):
             corpus = read_corpus([path.replace("{here}", str(folder)) for path in paths], max_bytes=most)
@@ -254,7 +242,7 @@ def _text(case: tuple[list[str], bytes, int]) -> None:
 
 @functools.cache
 def _shards() -> tuple[DsaGeometry, list[dict[str, Tensor]]]:
-    with _folder() as folder:
+    with scratch() as folder:
         _put(folder, _checkpoint(hf_checkpoints.DsaStorage.BF16, 1))
         binding = verify(folder)
         return binding.geometry, hf_checkpoints.shards(binding, 1, 2)
@@ -297,7 +285,6 @@ TARGETS = (
     Target("config files", changed_bytes(CONFIG), _read, REFUSAL, 8),
     Target("checkpoints", _checkpoints(), _load, REFUSAL, 10),
     Target("files of ranks", st.deferred(lambda: _changed_files(_ranks())), _merge, (), 5),
-    Target("files of records", st.deferred(lambda: _changed_file("record", _record())), _load_record, REFUSAL, 10),
     Target("command lines", _command_lines(), _answer, (), 4),
     Target("jobs", _jobs(), _job, (ValueError,), 2),
     Target("ranks", st.deferred(_merges), _merged, (TypeError, ValueError), 5),

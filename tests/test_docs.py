@@ -11,6 +11,12 @@ from shell_blocks import run_commands
 from mcore_dsa.settings import read_settings
 
 
+def _headings(page: Path) -> list[str]:
+    """As links name them."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines]
+
+
 def _with(language: str) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in PAGES if any(block.language == language for block in blocks(page))]
 
@@ -36,8 +42,10 @@ def test_commands_work_in_the_order_in_which_they_stand(page: str, tmp_path: Pat
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_links_variables_and_targets_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not heading or heading in _headings(there), heading
     known = read_settings({}).describe().keys()
     assert set(re.findall(r"\b(?:MCORE_DSA|SKYRL_DSA)_[A-Z_]+", text)) <= known
     makefile = (ROOT / "Makefile").read_text()
