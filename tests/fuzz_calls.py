@@ -319,12 +319,12 @@ def _session(steps: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 TARGETS = (
-    Target("settings", SETTINGS, _settings, (), 10),
-    Target("layouts", _layout_calls(), _layout, REFUSAL, 10),
-    Target("plans", _plan_calls(), _plan, REFUSAL, 8),
+    Target("settings", SETTINGS, _settings, (), 16),
+    Target("layouts", _layout_calls(), _layout, REFUSAL, 12),
+    Target("plans", _plan_calls(), _plan, REFUSAL, 6),
     Target("packs", _packs(), _pack, REFUSAL, 8),
-    Target("rows", _row_calls(), _call, REFUSAL, 6),
-    Target("functions", _function_calls(), _positional, REFUSAL, 10),
+    Target("rows", _row_calls(), _call, REFUSAL, 8),
+    Target("functions", _function_calls(), _positional, REFUSAL, 8),
     Target("fused", _fused_calls(), _fused, REFUSAL, 5),
-    Target("states", _sessions(), _session, REFUSAL, 5),
+    Target("states", _sessions(), _session, REFUSAL, 4),
 )

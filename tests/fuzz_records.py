@@ -118,7 +118,7 @@ def _replay(case: tuple[SelectionRecord, dict[str, Any], int, SelectionPlan]) ->
 
 
 TARGETS = (
-    Target("records", _records(), _record, REFUSAL, 10),
+    Target("records", _records(), _record, REFUSAL, 8),
     Target("rollouts", _rollouts(), _rollout, REFUSAL, 8),
     Target("replays", _replays(), _replay, REFUSAL, 6),
     Target("files of records", st.deferred(lambda: changed_file("record", _file())), _load, (ValueError, OSError), 14),
