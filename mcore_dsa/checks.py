@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -77,6 +79,13 @@ def check_bytes(name: str, value: int) -> None:
     """Refuse anything but an integer; how many bytes are enough is for its user to say."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; accepted is an integer number of bytes")
+
+
+def check_sequence[T](name: str, values: Sequence[T]) -> Sequence[T]:
+    """Refuse anything but a list, a tuple or the like; a word and a tensor are none."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{name} is {kind_of(values)}; accepted is a sequence")
+    return values
 
 
 def check_kind(kind: type, **values: object) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcore_dsa.checks import check_bool, check_positive, kind_of
+from mcore_dsa.checks import check_bool, check_natural, check_positive, check_sequence, kind_of
 from mcore_dsa.record import CHUNK_BYTES, SelectionRecord
 
 _UNUSED = torch.iinfo(torch.int32).max
@@ -41,6 +41,7 @@ def from_rollout(
     check_positive("pool_size", pool_size)
     check_positive("budget", budget)
     check_bool(always_select_tail=always_select_tail)
+    check_sequence("requests", requests)
     for number, request in enumerate(requests):
         if not isinstance(request, Tensor) or request.dtype != torch.int32:
             raise TypeError(f"request {number} is {kind_of(request)}; accepted is torch.int32")
@@ -52,7 +53,10 @@ def from_rollout(
     if not requests or requests[0].shape[1] == 0:
         raise ValueError("requests holds no layer; accepted are one request or more of one layer or more")
     lengths = [len(request) + 1 for request in requests]
-    places = lengths if padded_lengths is None else list(padded_lengths)
+    places = lengths if padded_lengths is None else list(check_sequence("padded_lengths", padded_lengths))
+    for number, place in enumerate(places):
+        check_natural(f"padded_lengths[{number}]", place)
+    check_natural("the sum of padded_lengths", sum(places))
     if len(places) != len(lengths) or any(own > place for own, place in zip(lengths, places, strict=True)):
         raise ValueError(
             f"padded_lengths is {places[:8]} for requests of {lengths[:8]}; accepted are as many, none shorter"

@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 
 from mcore_dsa.backends import resolve
-from mcore_dsa.checks import check_bytes, check_positive
+from mcore_dsa.checks import check_bytes, check_positive, check_sequence
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
 from mcore_dsa.rows import PackWork, RowPartition, check_ranks, overlap, partition_rows
@@ -230,8 +230,7 @@ def best_partition(
 
 
 def _check_request(lengths: Sequence[int], geometry: DsaGeometry, context_size: int) -> None:
-    if not isinstance(lengths, Sequence) or isinstance(lengths, str):
-        raise TypeError(f"lengths is {shown(lengths)}; accepted is a sequence of integers")
+    check_sequence("lengths", lengths)
     if not isinstance(geometry, DsaGeometry):
         raise TypeError(f"geometry is {shown(geometry)}; accepted is a DsaGeometry")
     check_ranks("context_size", context_size)

@@ -174,7 +174,7 @@ def _row_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
         },
         best_partition: {"lengths": lengths, "geometry": geometry, "group_size": 2, "context_size": 1},
         partition_rows: {
-            "partition": draw(st.sampled_from(PARTITIONS)),
+            "kind": draw(st.sampled_from(PARTITIONS)),
             "num_rows": sum(lengths),
             "group_size": 3,
             "lengths": lengths,
