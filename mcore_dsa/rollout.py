@@ -41,17 +41,7 @@ def from_rollout(
     check_positive("pool_size", pool_size)
     check_positive("budget", budget)
     check_bool(always_select_tail=always_select_tail)
-    check_sequence("requests", requests)
-    for number, request in enumerate(requests):
-        if not isinstance(request, Tensor) or request.dtype != torch.int32:
-            raise TypeError(f"request {number} is {kind_of(request)}; accepted is torch.int32")
-        if request.ndim != 3 or request.shape[1] != requests[0].shape[1]:
-            raise ValueError(
-                f"request {number} has shape {tuple(request.shape)}; accepted is [tokens - 1, layers, width], with the "
-                "layers of the first request"
-            )
-    if not requests or requests[0].shape[1] == 0:
-        raise ValueError("requests holds no layer; accepted are one request or more of one layer or more")
+    _check_requests(requests)
     lengths = [len(request) + 1 for request in requests]
     places = lengths if padded_lengths is None else list(check_sequence("padded_lengths", padded_lengths))
     for number, place in enumerate(places):
@@ -79,6 +69,20 @@ def from_rollout(
         padded_lengths=tuple(places),
         pool_size=pool_size,
     )
+
+
+def _check_requests(requests: Sequence[Tensor]) -> None:
+    check_sequence("requests", requests)
+    for number, request in enumerate(requests):
+        if not isinstance(request, Tensor) or request.dtype != torch.int32:
+            raise TypeError(f"request {number} is {kind_of(request)}; accepted is torch.int32")
+        if request.ndim != 3 or request.shape[1] != requests[0].shape[1]:
+            raise ValueError(
+                f"request {number} has shape {tuple(request.shape)}; accepted is [tokens - 1, layers, width], with the "
+                "layers of the first request"
+            )
+    if not requests or requests[0].shape[1] == 0:
+        raise ValueError("requests holds no layer; accepted are one request or more of one layer or more")
 
 
 class _Rows:

@@ -120,6 +120,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "^packed_seq_params.cu_seqlens_q is list; accepted is a torch.int32",
     ),
+    "a padded length that is not the rows'": (
+        lambda: packed(torch.tensor([0, 2**31 - 1], dtype=torch.int32)),
+        ValueError,
+        "^the last padded cumulative length is 2147483647; accepted is the number of tokens, 4:",
+    ),
     "a state beyond int32": (
         lambda: state(batch=2**20, capacity=2**20),
         ValueError,

@@ -113,13 +113,15 @@ def _packed_plan(packed: PackedSeqParams, rows: int, **sizes: Any) -> SelectionP
     lengths = _documents(packed, "cu_seqlens")
     if lengths is None:
         raise ValueError("packed_seq_params.cu_seqlens_q is None; accepted are cumulative lengths of the documents")
-    plan = SelectionPlan.packed(lengths, _documents(packed, "cu_seqlens", "_padded"), **sizes)
-    if (last := plan.layout.num_tokens) != (tokens := rows * sizes["cp_size"]):
+    padded = _documents(packed, "cu_seqlens", "_padded")
+    places, tokens = lengths if padded is None else padded, rows * sizes["cp_size"]
+    # Before a plan is made of so many.
+    if len(places) and (last := int(places[-1])) != tokens:
         raise ValueError(
             f"the last padded cumulative length is {last}; accepted is the number of tokens, {tokens}: padding behind "
             "the last document belongs to its padded length"
         )
-    return plan
+    return SelectionPlan.packed(lengths, padded, **sizes)
 
 
 def _documents(packed: PackedSeqParams, name: str, suffix: str = "") -> Tensor | None:
