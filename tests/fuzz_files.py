@@ -286,7 +286,8 @@ TARGETS = (
     Target("checkpoints", _checkpoints(), _load, REFUSAL, 8),
     Target("files of ranks", st.deferred(lambda: _changed_files(_ranks())), _merge, (), 2),
     Target("command lines", _command_lines(), _answer, (), 3),
-    Target("jobs", _jobs(), _job, (ValueError,), 1),
+    # jsonargparse and Megatron have words of their own.
+    Target("jobs", _jobs(), _job, (ValueError,), 1, explains=False),
     Target("ranks", st.deferred(_merges), _merged, (TypeError, ValueError), 4),
     Target("texts", _texts(), _text, REFUSAL, 4),
 )

@@ -192,9 +192,12 @@ def test_metadata_of_a_record_that_say_something_else_are_refused(tmp_path: Path
         SelectionRecord.load(tmp_path / "b")
 
 
-def test_a_mapping_in_place_of_a_list_of_files_is_refused(tmp_path: Path) -> None:
-    text = (ROOT / "configs/tiny_tp2.yaml").read_text()
-    (tmp_path / "run.yaml").write_text(text.replace("data: []", "data: {x: []}"))
+@pytest.mark.parametrize("odd", [b"data: {x: []}", b"data: [\xff]", b"data: [\0]"])
+def test_a_run_that_cannot_be_read_is_refused(tmp_path: Path, odd: bytes) -> None:
+    """A mapping in place of a list, and what is no text."""
+    text = (ROOT / "configs/tiny_tp2.yaml").read_bytes()
+    assert b"data: []" in text
+    (tmp_path / "run.yaml").write_bytes(text.replace(b"data: []", odd))
     # A command line that is refused ends the process, or is a ValueError.
     with pytest.raises((SystemExit, ValueError)):
         parse_config(["--config", str(tmp_path / "run.yaml")])

@@ -286,8 +286,8 @@ def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
     parser = build_parser()
     try:
         values = parser.instantiate(parser.parse_args(arguments))
-    except RuntimeError as error:
-        # What jsonargparse makes of a mapping in place of a list.
+    except (RuntimeError, ValueError) as error:
+        # What jsonargparse makes of a mapping in place of a list, and of a file that is not UTF-8.
         parser.error(f"the configuration cannot be read: {error}")
     del values["config"]
     return JobConfig(**dict(values.items(branches=False)))
