@@ -302,6 +302,10 @@ def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
         arguments: the command line without the program's name, by default this process's own.
     """
     parser = build_parser()
-    values = parser.instantiate(parser.parse_args(arguments))
+    try:
+        values = parser.instantiate(parser.parse_args(arguments))
+    except (RuntimeError, ValueError) as error:
+        # What jsonargparse makes of a mapping in place of a list, and of a file that is not UTF-8.
+        parser.error(f"the configuration cannot be read: {error}")
     del values["config"]
     return JobConfig(**dict(values.items(branches=False)))
