@@ -18,7 +18,8 @@ class DigestingSave(TorchDistSaveShardedStrategy):
     """Saves as Megatron does, and knows the digests of what this rank wrote.
 
     Reading the files again took 9% of a save of 166 MB a rank, this takes 2%: a second thread digests what the first
-    writes, and both let go of the interpreter. Should Megatron write in another way, `digests` lacks files, and is never wrong.
+    writes, and both let go of the interpreter. Should Megatron write in another way, `digests` lacks files, and is
+    never wrong.
     """
 
     def __init__(self) -> None:

@@ -199,7 +199,7 @@ def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDi
         while trainer.step < config.training.steps:
             reports.append(trainer.train_step())
             if trainer.step == done + 1:
-                # No sooner: the first step refuses what only a forward can find, and leaves an earlier run in its place.
+                # No sooner: what only a forward can find leaves an earlier run in its place.
                 if run_dir is not None:
                     _open_run_dir(job, start, run_dir)
                 if first:
