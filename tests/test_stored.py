@@ -200,8 +200,10 @@ def test_the_older_one_continues_to_the_last_bit(straight: tuple[int, Path], tmp
         ),
     )
     resume = "--resume auto" if ranks == 4 else "--resume-from 2"
-    summary = start(tiny(copy, SPREADS[ranks], EVERY, resume), ranks)
+    summary = start(tiny(copy, SPREADS[ranks], EVERY, resume, "--checkpoint.keep 1"), ranks)
     assert summary["first_step"] == 3
+    left = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert left == ["latest", "step_00000003", "step_00000003.1"]
     assert_equal_runs(run_dir, copy)
     aside = folder(copy, 3).with_name("step_00000003.1")
     assert digest_of(aside / "__1_0.distcp") == damaged
