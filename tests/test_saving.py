@@ -1,20 +1,26 @@
 """What is not published: weights that are not finite, or that no step can follow; the last good checkpoint stays."""
 
-import resource
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import RanksFailed, megatron_ranks, run_ranks
-from train_runs import FLAG, start, tiny, trainer_of
+from train_runs import FLAG, refusals, start, tiny, trainer_of
 
 from mcore_dsa.train.config import JobConfig
 
 ONE = "--training.steps 1 --training.warmup_steps 0"
 
 
-def refusals(config: JobConfig) -> list[str]:
+def full_disk(descriptor: int) -> None:
+    """At the end of a file: a disk that is full within one makes torch's writer end the process now and then."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def damages(config: JobConfig) -> list[str]:
     """Steps of one run whose weights, optimizer or disk is damaged on one rank before a checkpoint."""
     from mcore_dsa.train.checkpointing import save_checkpoint
     from mcore_dsa.train.stored import latest_checkpoint
@@ -45,11 +51,11 @@ def refusals(config: JobConfig) -> list[str]:
         save()
         tensor.data.view(-1)[0] = before
     states = torch.get_rng_state()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fsync = os.fsync
     if rank == last:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        os.fsync = full_disk
     save()
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    os.fsync = fsync
     assert latest_checkpoint(run_dir).step == 1
     assert torch.equal(torch.get_rng_state(), states)
     save()
@@ -60,7 +66,7 @@ def refusals(config: JobConfig) -> list[str]:
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 2)])
 def test_a_checkpoint_that_cannot_be_gone_on_from_is_not_published(ranks: int, tp: int, tmp_path: Path) -> None:
     config = tiny(tmp_path / "run", "--training.micro_batch_size 1")
-    all_told = megatron_ranks(refusals, ranks, config, tp=tp, env={FLAG: "1"})
+    all_told = megatron_ranks(damages, ranks, config, tp=tp, env={FLAG: "1"})
     assert all(told == all_told[0] for told in all_told)
     first, frozen, moment, disk, second = all_told[0]
     assert (first, second) == ("", "")
@@ -105,8 +111,6 @@ def test_a_frozen_weight_that_is_not_finite_is_told_to_every_rank(value: float) 
 
 
 def start_anew(config: JobConfig, flag_of_last: str) -> Any:
-    import os
-
     from train_runs import run
 
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
@@ -114,10 +118,20 @@ def start_anew(config: JobConfig, flag_of_last: str) -> Any:
     return run(config)
 
 
+def beside_a_job(configs: list[JobConfig]) -> list[str]:
+    """What runs are told in the folder of a job that lives."""
+    from mcore_dsa.train.run_dir import owned
+
+    with owned(Path(configs[0].run_dir)):
+        return refusals(configs)
+
+
 def test_what_is_refused_leaves_an_earlier_run_in_its_place(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     start(tiny(run_dir, ONE))
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.name != "lock"}
+    lines = run_ranks(beside_a_job, 2, [tiny(run_dir, ONE), tiny(run_dir, ONE, "--resume auto")])[0]
+    assert [" owns; accepted is the folder of no running job" in line for line in lines] == [True, True]
     for options, flag, told in (
         ("", "bogus", "SKYRL_DSA_INDEXER_TP_SHARD is 'bogus'; accepted are"),
         # Attention's weights of 1e30 overflow in the first forward.

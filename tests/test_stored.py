@@ -186,14 +186,28 @@ def test_the_older_one_continues_to_the_last_bit(straight: tuple[int, Path], tmp
     flip(folder(copy, 3) / "__1_0.distcp", 0.5)
     damaged = digest_of(folder(copy, 3) / "__1_0.distcp")
     log = (copy / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    replace(copy / "metrics.jsonl", b"".join([log[0], b"\xff\xfe\n", b'{"loss": 1}\n', b"[" * 9999 + b"\n", *log[1:]]))
+    replace(
+        copy / "metrics.jsonl",
+        b"".join(
+            [
+                log[0],
+                b"\xff\xfe\n",
+                b'{"loss": 1}\n',
+                b"[" * 9999 + b"\n",
+                '{"step": 1}'.encode("utf-16-le") + b"\n",
+                *log[1:],
+            ]
+        ),
+    )
     resume = "--resume auto" if ranks == 4 else "--resume-from 2"
-    summary = start(tiny(copy, SPREADS[ranks], EVERY, resume), ranks)
+    summary = start(tiny(copy, SPREADS[ranks], EVERY, resume, "--checkpoint.keep 1"), ranks)
     assert summary["first_step"] == 3
+    left = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert left == ["latest", "step_00000003", "step_00000003.1"]
     assert_equal_runs(run_dir, copy)
     aside = folder(copy, 3).with_name("step_00000003.1")
     assert digest_of(aside / "__1_0.distcp") == damaged
-    assert (copy / "metrics.jsonl.1").read_bytes().count(b"\n") == 6
+    assert (copy / "metrics.jsonl.1").read_bytes().count(b"\n") == 7
     assert len(losses(copy)) == 3
 
 

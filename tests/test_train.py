@@ -168,8 +168,8 @@ def run_until_power_fails(config: JobConfig) -> None:
 
     write = checkpointing.dist_checkpointing.save
 
-    def fail_in_the_third(state: Any, folder: str) -> None:
-        write(state, folder)
+    def fail_in_the_third(state: Any, folder: str, writer: Any) -> None:
+        write(state, folder, writer)
         if folder.endswith("step_00000003"):
             (Path(folder) / "metadata.json").unlink(missing_ok=True)
             raise RuntimeError("the power went")

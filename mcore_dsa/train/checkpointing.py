@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_dsa.files import digest_of
 from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.digesting import DigestingSave
 from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import Trainer
 from mcore_dsa.train.stored import Checkpoint, folder_of, prune, publish, seal
@@ -88,23 +88,20 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
     state = _sharded_state(trainer, loading=False) | {"rng": _random_states_sharded()}
+    writer = DigestingSave()
     try:
-        dist_checkpointing.save(state, str(folder))
+        dist_checkpointing.save(state, str(folder), writer)
     # Raised on every rank for what any could not write, in words on rank 0 alone; no subclass of Exception.
     except CheckpointException as error:
-        told = of_every_rank([str(cause[0]) for cause in error.failures.values()])
+        causes = [str(cause[0]) for cause in error.failures.values()]
+        told, free = of_every_rank((causes, shutil.disk_usage(run_dir).free))[0]
         if dist.get_rank() == 0:
             # It may be what fills the disk.
             shutil.rmtree(folder, ignore_errors=True)
-        free = shutil.disk_usage(run_dir).free
         raise ValueError(
-            f"the checkpoint in {folder} cannot be written, {free:,} bytes are free there: {'; '.join(told[0])}"
+            f"the checkpoint in {folder} cannot be written, {free:,} bytes are free there: {'; '.join(told)}"
         ) from error
-    own: dict[str, str] = {}
-    with told_to_every_rank(f"the checkpoint in {folder} cannot be read back"):
-        # Each rank its own files, which Megatron names so.
-        own = {file.name: digest_of(file) for file in folder.glob(f"__{dist.get_rank()}_*")}
-    digests = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in of_every_rank(own)))
+    digests = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in of_every_rank(writer.digests)))
     job = {"step": trainer.step, "run": run_fields(trainer.config, corpus_digest), "layout": _layout(trainer.config)}
     with told_to_every_rank(f"the checkpoint in {folder} cannot be published"):
         if dist.get_rank() == 0:

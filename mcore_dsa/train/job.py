@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
 from mcore_dsa.train.faults import faults_of
 from mcore_dsa.train.finite import refuse_not_finite
-from mcore_dsa.train.loop import Trainer
+from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
 from mcore_dsa.train.report import RunLog, Summary
@@ -53,6 +52,11 @@ class Job:
     corpus: Corpus
     samples: Windows | Packs
     pretrained: CheckpointBinding | None
+
+    @property
+    def run_dir(self) -> Path:
+        """Where everything goes."""
+        return Path(self.config.run_dir)
 
 
 def prepare(config: JobConfig, world_size: int) -> Job:
@@ -92,7 +96,7 @@ def train(job: Job) -> Summary:
     )
     try:
         _check_agreement(job)
-        with owned(Path(job.config.run_dir)) as run_dir:
+        with owned(job.run_dir) as run_dir:
             start = _start_of(job)
             if start is not None and start.step >= job.config.training.steps:
                 return _nothing_left(job)
@@ -169,7 +173,7 @@ class _Result:
 def _start_of(job: Job) -> Checkpoint | None:
     """The checkpoint that the run continues from, None for a fresh one; every rank has to call this."""
     config = job.config
-    start = find_start(Path(config.run_dir), config.resume, config.resume_from)
+    start = find_start(job.run_dir, config.resume, config.resume_from)
     if start is not None:
         done = config.resume == "auto" and start.step >= config.training.steps
         faults = resume_faults(start, config, job.corpus.digest, finished=done)
@@ -189,12 +193,17 @@ def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDi
     elif job.pretrained is not None:
         refuse_not_finite(trainer, f"weights of {config.load_hf}")
     done, save_every = trainer.step, config.checkpoint.save_every
-    # The first step is done before anything on disk is moved: it refuses what only a forward can find.
-    reports = [trainer.train_step()]
-    if run_dir is not None:
-        _open_run_dir(job, start, run_dir)
-    with RunLog(config, done=done, title=title, write=run_dir is not None) if first else nullcontext() as log:
-        while True:
+    reports: list[StepReport] = []
+    with contextlib.ExitStack() as stack:
+        log = None
+        while trainer.step < config.training.steps:
+            reports.append(trainer.train_step())
+            if trainer.step == done + 1:
+                # No sooner: what only a forward can find leaves an earlier run in its place.
+                if run_dir is not None:
+                    _open_run_dir(job, start, run_dir)
+                if first:
+                    log = stack.enter_context(RunLog(config, done=done, title=title, write=run_dir is not None))
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps
@@ -202,9 +211,6 @@ def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDi
                 run_dir.check()
                 spare = start.folder if start is not None and config.compare_unsharded else None
                 save_checkpoint(trainer, run_dir.path, job.corpus.digest, spare=spare)
-            if last:
-                break
-            reports.append(trainer.train_step())
     return _Result(
         losses=[report.loss for report in reports],
         seconds=sum(report.seconds for report in reports),

@@ -130,8 +130,8 @@ class RunLog:
 def _drop_steps_after(metrics: Path, step: int) -> None:
     """Leave the steps up to `step` in a log; one with damaged lines is set aside, and what can be read of it stays."""
     try:
-        # A line without its end was cut short.
-        whole = [line for line in metrics.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        # What comes after the last line's end was cut short.
+        *whole, _ = metrics.read_bytes().split(b"\n")
     except FileNotFoundError:
         return
     except OSError as error:
@@ -142,12 +142,12 @@ def _drop_steps_after(metrics: Path, step: int) -> None:
         aside = set_aside(metrics)
         _logger.warning("%s had %d lines that are no steps; it is now in %s", metrics, steps.count(None), aside)
     kept = [line for line, at in zip(whole, steps, strict=True) if at is not None and at <= step]
-    replace_text(metrics, b"".join(kept).decode())
+    replace_text(metrics, "".join(f"{line.decode()}\n" for line in kept))
 
 
 def _step_of(line: bytes) -> int | None:
     try:
-        step = json.loads(line)["step"]
+        step = json.loads(line.decode())["step"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
