@@ -130,9 +130,8 @@ def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None
         if rank > 0:
             assert seen["log"] == []
             continue
-        line, attends, kernels = seen["log"]
-        assert line[0] == attends[0] == kernels[0] == "INFO"
-        assert "attends on each rank its heads of every row" in attends[1]
+        line, kernels = seen["log"]
+        assert line[0] == kernels[0] == "INFO"
         for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
             assert part in line[1]
         assert kernels[1] == (
@@ -147,7 +146,7 @@ def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
     for rank, seen in enumerate(megatron_ranks(observe, 2, tp=2, env={PARTITION_VARIABLE: None})):
         assert_observed(seen, gathers(own, [0, 1], *queries), range(ROWS))
         if rank == 0:
-            line, *_ = seen["log"]
+            line, _ = seen["log"]
             assert line[0] == "INFO"
             for part in ("[0, 1]", "every rank scores every row", f"default, {PARTITION_VARIABLE} is unset"):
                 assert part in line[1]
@@ -172,12 +171,12 @@ def test_overlap_setting_reaches_the_exchange(word: str, pieces: list[int]) -> N
 def test_flag_on_in_a_group_of_one_warns_once() -> None:
     (seen,) = megatron_ranks(observe, 1, tp=1, env=ON)
     assert seen["while_building"] == ([], [], 0)
-    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO", "INFO", "INFO"]
+    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO", "INFO"]
     assert f"{PARTITION_VARIABLE} has no effect in a tensor-parallel group of one" in seen["log"][0][1]
     assert "the one rank scores every row" in seen["log"][1][1]
     assert seen["rows"] == [FORWARDS * BATCH * ROWS] * LAYERS
     (off,) = megatron_ranks(observe, 1, tp=1, env=OFF)
-    assert [level for level, _ in off["log"]] == ["INFO", "INFO", "INFO"]
+    assert [level for level, _ in off["log"]] == ["INFO", "INFO"]
     assert all(torch.equal(*pair) for pair in zip(seen["selections"], off["selections"], strict=True))
 
 
