@@ -7,8 +7,8 @@ import pytest
 import torch
 from attend_bounds import error_bounds
 from attend_cases import Case, assert_equal
-from on_device import DEVICE, moved
-from test_attention import REFUSED, SEGMENTS, assert_device_lives
+from on_device import DEVICE, moved, requested_at_peak
+from test_attention import MIB, REFUSED, SEGMENTS, assert_device_lives
 from torch import Tensor
 
 from mcore_dsa.attend import attend
@@ -100,6 +100,20 @@ def test_no_budget_and_no_pack_moves_a_bit() -> None:
         layout=moved(Case.random(SEGMENTS[1:], 8000, heads=1, rows=1).layout),
     )
     assert_equal(run(alone), tuple(x[:, 1:] for x in whole))
+
+
+def test_backward_stays_under_its_byte_budget() -> None:
+    """Beside the gradients, the fp32 sum of those of latents, and a number a row and head."""
+    case = glm_case(8)
+    q, kv = case.q.detach().requires_grad_(), case.kv.detach().requires_grad_()
+    least = TritonBackend.smallest_attend_bytes(batch=2, heads=8, channels=512, dtype=torch.bfloat16, slots=2051)
+    beside = q.nbytes + kv.nbytes + 2 * kv.nbytes + kv[0, 0].nbytes * 2 + q[..., 0].nbytes * 2
+    for attend_bytes in (least, 10 * least):
+        out = attended(case, q, kv, attend_bytes)
+        peak, _ = requested_at_peak(lambda out=out: torch.autograd.grad(out, (q, kv), case.out_grad))
+        # What a sort takes besides is the library's own.
+        assert peak - beside <= attend_bytes + MIB
+        assert peak > attend_bytes // 2
 
 
 @pytest.mark.parametrize("heads", [8, 16, 64])

@@ -78,7 +78,7 @@ def assert_within_bounds(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @given(LAYOUTS, GEOMETRIES, DTYPES)
-@hypothesis_settings(max_examples=20)
+@hypothesis_settings(max_examples=16)
 def test_within_the_bound_of_float64(segmentation, geometry, dtype) -> None:
     assert_within_bounds(Case.random(*segmentation, **geometry).to(dtype))
 

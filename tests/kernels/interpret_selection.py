@@ -62,7 +62,7 @@ def smallest(call: Call) -> int:
     return smallest_score_bytes(call.q_SBHD.shape[2], call.budget)
 
 
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(few_rows(EXACT))
 def test_equals_the_torch_backend(call: Call) -> None:
     """Also what both counted, but for the padding of tiles."""
@@ -74,7 +74,7 @@ def test_equals_the_torch_backend(call: Call) -> None:
     assert counters.tile_pairs >= counters.scored_pairs
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(few_rows(EXACT, long=True), st.floats(0, 1))
 def test_equals_the_torch_backend_in_blocks_and_strips(call: Call, more: float) -> None:
     expected, _ = select(TORCH, call)
@@ -82,7 +82,7 @@ def test_equals_the_torch_backend_in_blocks_and_strips(call: Call, more: float) 
         assert torch.equal(select(TRITON, call, score_bytes)[0], expected)
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(few_rows(ROUNDED, long=True))
 def test_selects_by_its_own_scores_whatever_stands_beside_a_row(call: Call) -> None:
     """The exact top-k of what the kernel scores for one row alone, against that row's own document alone."""
@@ -172,8 +172,8 @@ def test_compresses_to_the_bits_of_torch(
 
 
 def test_fingerprint_is_a_function_of_the_shape() -> None:
-    found = [TRITON.fingerprint(CPU, heads, 16) for heads in (3, 8, 8)]
-    assert found[0] != found[1] == found[2]
+    found = [TRITON.fingerprint(CPU, heads, 16) for heads in (3, 8)]
+    assert found[0] != found[1] == TRITON.fingerprint(CPU, 8, 16)
     assert "Triton 3." in found[0]
 
 
