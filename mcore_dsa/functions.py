@@ -5,7 +5,7 @@ Letters of shapes: `mcore_dsa/__init__.py`.
 
 from __future__ import annotations
 
-import math
+import sys
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from mcore_dsa.checks import (
     kind_of,
 )
 from mcore_dsa.eager import uncompiled
+from mcore_dsa.hf_config import shown
 from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.precision import full_precision
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
@@ -152,7 +153,7 @@ def sparse_attention(
     """
     _check_latents(q_SBHC, kv_TBC)
     _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
-    _check_scale(softmax_scale)
+    softmax_scale = _checked_scale(softmax_scale)
     check_bool(always_select_tail=always_select_tail)
     check_bytes("attend_bytes", attend_bytes)
     if torch.is_grad_enabled() and (q_SBHC.requires_grad or kv_TBC.requires_grad):
@@ -187,7 +188,7 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
     Raises: TypeError or ValueError for an argument of another kind, and ValueError above 12,288 keys.
     """
     dtype = _check_latents(q_SBHC, kv_TBC)
-    _check_scale(softmax_scale)
+    softmax_scale = _checked_scale(softmax_scale)
     rows, (tokens, batch) = q_SBHC.shape[0], kv_TBC.shape[:2]
     if tokens > MASKED_ATTENTION_KEYS:
         raise ValueError(
@@ -263,7 +264,9 @@ def _check_selection(
         raise ValueError(f"kv_TBC has shape {tuple(kv_TBC.shape)}; accepted is [{tokens}, {batch}, channels]")
 
 
-def _check_scale(softmax_scale: float) -> None:
+def _checked_scale(softmax_scale: float) -> float:
     is_number = isinstance(softmax_scale, float | int) and not isinstance(softmax_scale, bool)
-    if not is_number or not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale!r}; accepted is a finite number")
+    # An integer may be too great for a float.
+    if not is_number or not abs(softmax_scale) <= sys.float_info.max:
+        raise ValueError(f"softmax_scale is {shown(softmax_scale)}; accepted is a finite number")
+    return float(softmax_scale)

@@ -21,11 +21,12 @@ from mcore_dsa import (
     SelectionRecord,
     from_rollout,
     fused_qk_topk_kpool,
+    sparse_attention,
 )
 from mcore_dsa.checkpoint import absorb_up_projections, merge_attention
 from mcore_dsa.megatron.batch import plan_of
 from mcore_dsa.plan import SelectionPlan
-from mcore_dsa.rows import RowPartition
+from mcore_dsa.rows import RowPartition, partition_rows
 from mcore_dsa.train.config import parse_config
 from mcore_dsa.work import best_partition, selection_work
 
@@ -47,6 +48,14 @@ def packed(lengths: Any) -> Any:
     packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=4, max_seqlen_kv=4)
     packed.cu_seqlens_q = packed.cu_seqlens_kv = lengths
     return plan_of(torch.zeros(4, 1, 1, 2), packed, **SIZES, cp_rank=0, cp_size=1)
+
+
+def attend(scale: int) -> torch.Tensor:
+    q, layout = torch.ones(4, 1, 1, 2), PoolLayout.dense(4, pool_size=4)
+    selection = torch.full((1, 4, 1), -1, dtype=torch.int32)
+    return sparse_attention(
+        q, q[:, :, 0], selection, layout, torch.arange(4), softmax_scale=scale, always_select_tail=True
+    )
 
 
 def state(**sizes: Any) -> IndexerState:
@@ -104,6 +113,16 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: best_partition("4", GEOMETRY, group_size=1),  # type: ignore[arg-type]
         TypeError,
         "^lengths is str; accepted is a sequence$",
+    ),
+    "lengths that are none": (
+        lambda: partition_rows("balanced", 4, 2, None, pool_size=4, budget=1),  # type: ignore[arg-type]
+        TypeError,
+        "^lengths is None; accepted is a sequence of integers$",
+    ),
+    "a scale beyond floats": (
+        lambda: attend(10**400),
+        ValueError,
+        "^softmax_scale is an integer of 1329 bits; accepted is a finite number$",
     ),
     "a mask of 8-bit floats": (
         lambda: fused(torch.zeros(4, 4).to(torch.float8_e4m3fn)),
@@ -169,6 +188,10 @@ def test_a_call_is_refused_with_what_is_accepted(name: str) -> None:
     call, kind, message = CALLS[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_scale_that_is_a_great_integer_is_a_number() -> None:
+    assert torch.equal(attend(10**30)[:3], attend(1e30)[:3])  # type: ignore[arg-type]
 
 
 def test_a_record_goes_to_a_new_file_and_comes_from_a_path_of_any_kind(tmp_path: Path) -> None:
