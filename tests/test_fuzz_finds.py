@@ -35,6 +35,7 @@ GEOMETRY = DsaGeometry.from_config(hf_checkpoints.TINY)
 EDGES = torch.tensor([0, 0])
 SIZES: dict[str, Any] = {"pool_size": 4, "budget": 2, "partition": "off", "tp_rank": 0, "tp_size": 1}
 REQUEST = torch.full((3, 1, 4), -1, dtype=torch.int32)
+UP_PROJECTIONS = ("linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_proj.weight")
 ROLLOUT: dict[str, Any] = {"pool_size": 4, "budget": 1, "always_select_tail": False}
 
 
@@ -179,6 +180,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: absorb_up_projections({"linear_proj.weight": 3}, GEOMETRY),  # type: ignore[dict-item]
         TypeError,
         r"^tensors\['linear_proj.weight'\] is 3; accepted is a tensor$",
+    ),
+    "a weight without dimensions": (
+        lambda: absorb_up_projections(dict.fromkeys(UP_PROJECTIONS, torch.tensor(1.0)), GEOMETRY),
+        ValueError,
+        r"^tensors\['linear_q_up_proj.weight'\] has shape \[\]; accepted is \[0, 136\] for 0 heads$",
     ),
 }
 
