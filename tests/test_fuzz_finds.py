@@ -51,11 +51,11 @@ def packed(lengths: Any) -> Any:
     return plan_of(torch.zeros(4, 1, 1, 2), packed, **SIZES, cp_rank=0, cp_size=1)
 
 
-def attend(scale: int) -> torch.Tensor:
+def attend(scale: int, **options: int) -> torch.Tensor:
     q, layout = torch.ones(4, 1, 1, 2), PoolLayout.dense(4, pool_size=4)
     selection = torch.full((1, 4, 1), -1, dtype=torch.int32)
     return sparse_attention(
-        q, q[:, :, 0], selection, layout, torch.arange(4), softmax_scale=scale, always_select_tail=True
+        q, q[:, :, 0], selection, layout, torch.arange(4), softmax_scale=scale, always_select_tail=True, **options
     )
 
 
@@ -124,6 +124,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: attend(10**400),
         ValueError,
         "^softmax_scale is an integer of 1329 bits; accepted is a finite number$",
+    ),
+    "bytes without end": (
+        lambda: attend(1, attend_bytes=10**30),
+        ValueError,
+        r"^attend_bytes is 1000000000000000000000000000000; accepted is an integer number of bytes below 2\*\*63$",
     ),
     "a mask of 8-bit floats": (
         lambda: fused(torch.zeros(4, 4).to(torch.float8_e4m3fn)),
