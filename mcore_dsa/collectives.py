@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_dsa.checks import kind_of
-from mcore_dsa.rows import RowExchange, RowPartition, overlap
+from mcore_dsa.rows import RowExchange, RowPartition
 
 type Group = dist.ProcessGroup | None
 
@@ -124,7 +124,7 @@ def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Gro
         return list(tensors)
     outgoing = _packed(tensors, exchange)
     incoming = outgoing.new_empty(sum(exchange.receive_counts), outgoing.shape[1])
-    _all_to_all(incoming, outgoing, exchange.receive_counts, exchange.send_counts, group)
+    all_to_all(incoming, outgoing, exchange.receive_counts, exchange.send_counts, group)
     del outgoing
     owned = [tensor.new_empty(len(incoming), *tensor.shape[1:]) for tensor in tensors]
     for column, tensor in zip(incoming.split(_row_bytes(tensors), dim=1), owned, strict=True):
@@ -264,12 +264,10 @@ class SelectionGather:
         assert self._selection_BSK is not None
         rows = piece.rows
         for rank, shard_BOK in enumerate(of_ranks):
-            offset = -rows.start
-            for part in self._partition.slices(rank):
-                here = overlap(range(offset, offset + len(part)), range(len(rows)))
-                start = part.start + here.start - offset
-                self._selection_BSK[:, start : start + len(here)] = shard_BOK[:, here.start : here.stop]
-                offset += len(part)
+            start = 0
+            for run in self._partition.runs(rank, rows):
+                self._selection_BSK[:, run.start : run.stop] = shard_BOK[:, start : start + len(run)]
+                start += len(run)
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,8 +323,14 @@ def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = Tru
     return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
 
 
-def _all_to_all(output: Tensor, shard: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> None:
+def all_to_all(
+    output: Tensor, shard: Tensor, received: Sequence[int], sent: Sequence[int], group: Group, *, wait: bool = True
+) -> dist.Work | None:
+    """Rows of `shard` to all ranks and from them, `sent` to each and `received` of each, in the order of ranks."""
     if group is None:
         output.copy_(shard)
-        return
-    dist.all_to_all_single(output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group)
+        return None
+    exchange = cast(Callable[..., dist.Work | None], dist.all_to_all_single)
+    return exchange(
+        output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group, async_op=not wait
+    )

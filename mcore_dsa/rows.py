@@ -105,6 +105,19 @@ class RowPartition:
             raise ValueError(f"rank is {rank}; accepted is 0 <= rank < {self.group_size}")
         return self.shards[rank]
 
+    def runs(self, rank: int, places: range) -> list[range]:
+        """Which rows stand at `places` of the shard of `rank`, counted through its slices; places behind it hold none.
+
+        Raises: as `slices`.
+        """
+        runs, offset = [], 0
+        for part in self.slices(rank):
+            here = overlap(range(offset, offset + len(part)), places)
+            if here:
+                runs.append(range(part.start + here.start - offset, part.start + here.stop - offset))
+            offset += len(part)
+        return runs
+
 
 @dataclass(frozen=True)
 class RowExchange:
@@ -180,6 +193,8 @@ class PackWork:
     _row_ends: tuple[int, ...] = field(init=False, repr=False)
     _visible_ends: tuple[int, ...] = field(init=False, repr=False)
     _scored_ends: tuple[int, ...] = field(init=False, repr=False)
+    _selected_ends: tuple[int, ...] = field(init=False, repr=False)
+    _tail_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not _integers(*self.lengths, self.pool_size, self.budget):
@@ -193,8 +208,9 @@ class PackWork:
                 f"{self.budget}; accepted are lengths >= 0, pool_size >= 1 and budget >= 1"
             )
         object.__setattr__(self, "_row_ends", tuple(accumulate(self.lengths)))
-        object.__setattr__(self, "_visible_ends", tuple(accumulate(map(self._visible, self.lengths))))
-        object.__setattr__(self, "_scored_ends", tuple(accumulate(map(self._scored, self.lengths))))
+        for name in ("visible", "scored", "selected", "tail"):
+            ends = tuple(accumulate(map(getattr(self, f"_{name}"), self.lengths)))
+            object.__setattr__(self, f"_{name}_ends", ends)
 
     @property
     def rows(self) -> int:
@@ -218,6 +234,14 @@ class PackWork:
         """Visible pairs of rows `0 ... row - 1`."""
         return self._before(row, self._visible_ends, self._visible)
 
+    def selected_pairs_before(self, row: int) -> int:
+        """Pools that rows `0 ... row - 1` select, summed over rows; rows behind the last document select none."""
+        return self._before(row, self._selected_ends, self._selected)
+
+    def tail_tokens_before(self, row: int) -> int:
+        """Tokens of the rows' own incomplete pools, summed over rows `0 ... row - 1`."""
+        return self._before(row, self._tail_ends, self._tail)
+
     def first_row_reaching(self, pairs: int) -> int:
         """The least row with at least `pairs` scored pairs before it."""
         return bisect_left(range(self.rows), pairs, key=self.scored_pairs_before)
@@ -239,6 +263,14 @@ class PackWork:
 
     def _scored(self, rows: int) -> int:
         return max(0, self._visible(rows) - self._visible(self._unscored_rows))
+
+    def _selected(self, rows: int) -> int:
+        taking_all = min(rows, self._unscored_rows)
+        return self._visible(taking_all) + self.budget * (rows - taking_all)
+
+    def _tail(self, rows: int) -> int:
+        pools, rest = divmod(rows, self.pool_size)
+        return pools * (self.pool_size * (self.pool_size - 1) // 2) + rest * (rest + 1) // 2
 
 
 def partition_rows(

@@ -134,7 +134,10 @@ def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None
         assert line[0] == kernels[0] == "INFO"
         for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
             assert part in line[1]
-        assert kernels[1] == "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset)"
+        assert kernels[1] == (
+            "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset; "
+            "not triton: device is cpu; accepted is cuda)"
+        )
 
 
 def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
