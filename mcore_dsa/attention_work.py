@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from mcore_dsa.checks import check_bytes, check_positive
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.head_exchange import PIECES_HELD
-from mcore_dsa.rows import PackWork, RowPartition, partition_rows
+from mcore_dsa.hf_config import shown
+from mcore_dsa.rows import PackWork, RowPartition, check_ranks, partition_rows
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, AttendShard, Partition
 from mcore_dsa.sharded import OVERLAP_ROWS
-from mcore_dsa.work import Held
+from mcore_dsa.work import Held, check_request
 
 _INT32 = 4
 # Bytes a second of one H200, by NVIDIA's data sheet: of its memory, and of NVLink in one direction.
@@ -70,7 +72,13 @@ def attention_work(
 
     Raises: as `selection_work`; ValueError for heads that are no multiple of the ranks.
     """
+    check_request(lengths, geometry, context_size)
+    check_ranks("group_size", group_size)
+    check_positive("elem_bytes", elem_bytes)
+    check_bytes("attend_bytes", attend_bytes)
     heads, channels, tail = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.index_kpool_always_select_tail
+    if shard not in get_args(AttendShard):
+        raise ValueError(f"shard is {shown(shard)}; accepted are {', '.join(map(repr, get_args(AttendShard)))}")
     if heads % group_size:
         raise ValueError(f"group_size is {group_size}; accepted are divisors of {heads}, the attention heads")
     work = PackWork(tuple(lengths), geometry.index_kpool, geometry.pool_budget)

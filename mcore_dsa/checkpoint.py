@@ -218,7 +218,7 @@ def absorb_up_projections(tensors: Mapping[str, Tensor], geometry: DsaGeometry) 
         raise ValueError(f"tensors lacks {', '.join(missing)}; accepted are all of {', '.join(names)}")
     q_UQ, kv_UC, o_EF = (tensors[name] for name in names)
     query, value, latent = geometry.qk_nope_head_dim, geometry.v_head_dim, geometry.kv_lora_rank
-    heads = q_UQ.shape[0] // query
+    heads = q_UQ.shape[0] // query if q_UQ.ndim else 0
     wanted = (
         (heads * query, geometry.q_lora_rank),
         (heads * (query + value), latent),

@@ -76,9 +76,11 @@ def check_bool(**values: bool) -> None:
 
 
 def check_bytes(name: str, value: int) -> None:
-    """Refuse anything but an integer; how many bytes are enough is for its user to say."""
+    """Refuse anything but an integer below 2**63; how many bytes are enough is for its user to say."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; accepted is an integer number of bytes")
+        raise TypeError(f"{name} is {shown(value)}; accepted is an integer number of bytes")
+    if value >= 2**63:
+        raise ValueError(f"{name} is {shown(value)}; accepted is an integer number of bytes below 2**63")
 
 
 def check_sequence[T](name: str, values: Sequence[T]) -> Sequence[T]:

@@ -5,7 +5,7 @@ Letters of shapes: `mcore_dsa/__init__.py`.
 
 from __future__ import annotations
 
-import math
+import sys
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from mcore_dsa.checks import (
     kind_of,
 )
 from mcore_dsa.eager import uncompiled
+from mcore_dsa.hf_config import shown
 from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.precision import full_precision
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
@@ -161,7 +162,7 @@ def sparse_attention(
             layout=layout.pool_token_BP,
             position_S=position_S,
         )
-    call = AttentionCall(layout, layout.bounds(position_S), softmax_scale, always_select_tail, attend_bytes)
+    call = AttentionCall(layout, layout.bounds(position_S), float(softmax_scale), always_select_tail, attend_bytes)
     backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
     return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=backend)
 
@@ -203,7 +204,7 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
         q_BHSC = q_SBHC.to(dtype).permute(1, 2, 0, 3)
         kv_B1TC = kv_TBC.to(dtype).transpose(0, 1).unsqueeze(1)
         # The lowest finite number: -inf in all of a row would make its softmax and its gradients NaN.
-        logits_BHST = (softmax_scale * (q_BHSC @ kv_B1TC.mT)).masked_fill(hidden_B1ST, torch.finfo(dtype).min)
+        logits_BHST = (float(softmax_scale) * (q_BHSC @ kv_B1TC.mT)).masked_fill(hidden_B1ST, torch.finfo(dtype).min)
         out_BHSC = logits_BHST.softmax(-1).masked_fill(hidden_B1ST, 0.0) @ kv_B1TC
     return out_BHSC.permute(2, 0, 1, 3).to(q_SBHC.dtype)
 
@@ -266,5 +267,6 @@ def check_attention(
 
 def _check_scale(softmax_scale: float) -> None:
     is_number = isinstance(softmax_scale, float | int) and not isinstance(softmax_scale, bool)
-    if not is_number or not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale!r}; accepted is a finite number")
+    # An integer may be too great for a float.
+    if not is_number or not abs(softmax_scale) <= sys.float_info.max:
+        raise ValueError(f"softmax_scale is {shown(softmax_scale)}; accepted is a finite number")

@@ -276,7 +276,12 @@ class PackWork:
 def partition_rows(
     kind: Partition, num_rows: int, group_size: int, lengths: Sequence[int], *, pool_size: int, budget: int
 ) -> RowPartition:
-    """The partition that `SKYRL_DSA_INDEXER_TP_SHARD` names; `lengths` of the documents matter to `balanced` alone."""
+    """The partition that `SKYRL_DSA_INDEXER_TP_SHARD` names; `lengths` of the documents matter to `balanced` alone.
+
+    Raises: TypeError for lengths that are none, ValueError for another kind, and as `RowPartition` and `PackWork`.
+    """
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str):
+        raise TypeError(f"lengths is {shown(lengths)}; accepted is a sequence of integers")
     if kind == "off":
         return RowPartition.replicated(num_rows, group_size)
     if kind == "contiguous":

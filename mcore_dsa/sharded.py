@@ -129,7 +129,7 @@ def sparse_attention_sharded(
         q_SBHC,
         kv_TBC.contiguous(),
         selection_BOK,
-        AttentionCall(layout, own, softmax_scale, always_select_tail, attend_bytes),
+        AttentionCall(layout, own, float(softmax_scale), always_select_tail, attend_bytes),
         backend=resolve("auto", Target.of_attention(q_SBHC, kv_TBC)),
         cut=RowCut.of(plan, q_SBHC, query_shard_group, attend_bytes),
     )

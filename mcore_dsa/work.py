@@ -155,7 +155,7 @@ def selection_work(
     refuse, for a document whose length is no multiple of `2 * context_size`, and for a partition that is none of
     `CONTEXT_PARTITIONS` with more than one.
     """
-    _check_request(lengths, geometry, context_size)
+    check_request(lengths, geometry, context_size)
     check_positive("elem_bytes", elem_bytes)
     check_bytes("score_bytes", score_bytes)
     heads, dim, budget = geometry.index_n_heads, geometry.index_head_dim, geometry.pool_budget
@@ -220,7 +220,7 @@ def best_partition(
 
     Raises: as `selection_work`.
     """
-    _check_request(lengths, geometry, context_size)
+    check_request(lengths, geometry, context_size)
     candidates = [
         selection_work(lengths, geometry, group_size=group_size, partition=partition, context_size=context_size)
         for partition in (get_args(Partition) if context_size == 1 else CONTEXT_PARTITIONS)
@@ -231,7 +231,8 @@ def best_partition(
     return min(even, key=lambda work: sum(rank.received_bytes for rank in work.ranks)).partition
 
 
-def _check_request(lengths: Sequence[int], geometry: DsaGeometry, context_size: int) -> None:
+def check_request(lengths: Sequence[int], geometry: DsaGeometry, context_size: int) -> None:
+    """Refuse what no work can be counted of, before anything is read from it."""
     check_sequence("lengths", lengths)
     if not isinstance(geometry, DsaGeometry):
         raise TypeError(f"geometry is {shown(geometry)}; accepted is a DsaGeometry")

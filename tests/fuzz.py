@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while ran < cases:
             part = min(PROCESS_CASES, cases - ran)
             try:
-                (more,) = run_ranks(in_bounds, 1, {name: part}, number, timeout=part * CASE_SECONDS)
+                (more,) = run_ranks(in_bounds, 1, {name: part}, number, timeout=CASE_SECONDS + part)
             except RanksFailed as error:
                 print(f"{error}\nagain with: --target {name} --seed {number} --cases {options.cases}", flush=True)
                 failed += 1

@@ -23,8 +23,11 @@ from mcore_dsa import (
     expand_selection,
     fused_qk_topk_kpool,
     select_pools,
+    select_pools_sharded,
     sparse_attention,
+    sparse_attention_sharded,
 )
+from mcore_dsa.attention_work import attention_work
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition, partition_rows
 from mcore_dsa.settings import Partition, Settings, read_settings
@@ -178,6 +181,16 @@ def _row_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
             "elem_bytes": 2,
             "score_bytes": 2**20,
         },
+        attention_work: {
+            "lengths": lengths,
+            "geometry": geometry,
+            "group_size": 2,
+            "partition": draw(st.sampled_from(PARTITIONS)),
+            "shard": draw(st.sampled_from(("heads", "rows", "both", None))),
+            "context_size": 1,
+            "elem_bytes": 2,
+            "attend_bytes": 2**20,
+        },
         best_partition: {"lengths": lengths, "geometry": geometry, "group_size": 2, "context_size": 1},
         partition_rows: {
             "kind": draw(st.sampled_from(PARTITIONS)),
@@ -236,6 +249,28 @@ def _function_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
             "layout": layout,
             "position": position,
             "always_select_tail": True,
+        },
+        sparse_attention_sharded: {
+            "q": q,
+            "latent": key,
+            "selection": selection,
+            "layout": layout,
+            "position": position,
+            "softmax_scale": 0.5,
+            "always_select_tail": True,
+            "query_shard_group": None,
+            "partition": RowPartition.contiguous(tokens, 1),
+            "attend_bytes": 2**24,
+        },
+        select_pools_sharded: {
+            "q": q,
+            "weights": weights,
+            "pool_key": pools,
+            "layout": layout,
+            "position": position,
+            "budget": 2,
+            "query_shard_group": None,
+            "partition": RowPartition.contiguous(tokens, 1),
         },
         sparse_attention: {
             "q": q,

@@ -21,11 +21,12 @@ from mcore_dsa import (
     SelectionRecord,
     from_rollout,
     fused_qk_topk_kpool,
+    sparse_attention,
 )
 from mcore_dsa.checkpoint import absorb_up_projections, merge_attention
 from mcore_dsa.megatron.batch import plan_of
 from mcore_dsa.plan import SelectionPlan
-from mcore_dsa.rows import RowPartition
+from mcore_dsa.rows import RowPartition, partition_rows
 from mcore_dsa.train.config import parse_config
 from mcore_dsa.work import best_partition, selection_work
 
@@ -34,6 +35,7 @@ GEOMETRY = DsaGeometry.from_config(hf_checkpoints.TINY)
 EDGES = torch.tensor([0, 0])
 SIZES: dict[str, Any] = {"pool_size": 4, "budget": 2, "partition": "off", "tp_rank": 0, "tp_size": 1}
 REQUEST = torch.full((3, 1, 4), -1, dtype=torch.int32)
+UP_PROJECTIONS = ("linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_proj.weight")
 ROLLOUT: dict[str, Any] = {"pool_size": 4, "budget": 1, "always_select_tail": False}
 
 
@@ -47,6 +49,14 @@ def packed(lengths: Any) -> Any:
     packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=4, max_seqlen_kv=4)
     packed.cu_seqlens_q = packed.cu_seqlens_kv = lengths
     return plan_of(torch.zeros(4, 1, 1, 2), packed, **SIZES, cp_rank=0, cp_size=1)
+
+
+def attend(scale: int, **options: int) -> torch.Tensor:
+    q, layout = torch.ones(4, 1, 1, 2), PoolLayout.dense(4, pool_size=4)
+    selection = torch.full((1, 4, 1), -1, dtype=torch.int32)
+    return sparse_attention(
+        q, q[:, :, 0], selection, layout, torch.arange(4), softmax_scale=scale, always_select_tail=True, **options
+    )
 
 
 def state(**sizes: Any) -> IndexerState:
@@ -105,6 +115,21 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "^lengths is str; accepted is a sequence$",
     ),
+    "lengths that are none": (
+        lambda: partition_rows("balanced", 4, 2, None, pool_size=4, budget=1),  # type: ignore[arg-type]
+        TypeError,
+        "^lengths is None; accepted is a sequence of integers$",
+    ),
+    "a scale beyond floats": (
+        lambda: attend(10**400),
+        ValueError,
+        "^softmax_scale is an integer of 1329 bits; accepted is a finite number$",
+    ),
+    "bytes without end": (
+        lambda: attend(1, attend_bytes=10**30),
+        ValueError,
+        r"^attend_bytes is 1000000000000000000000000000000; accepted is an integer number of bytes below 2\*\*63$",
+    ),
     "a mask of 8-bit floats": (
         lambda: fused(torch.zeros(4, 4).to(torch.float8_e4m3fn)),
         ValueError,
@@ -161,6 +186,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"^tensors\['linear_proj.weight'\] is 3; accepted is a tensor$",
     ),
+    "a weight without dimensions": (
+        lambda: absorb_up_projections(dict.fromkeys(UP_PROJECTIONS, torch.tensor(1.0)), GEOMETRY),
+        ValueError,
+        r"^tensors\['linear_q_up_proj.weight'\] has shape \[\]; accepted is \[0, 136\] for 0 heads$",
+    ),
 }
 
 
@@ -169,6 +199,10 @@ def test_a_call_is_refused_with_what_is_accepted(name: str) -> None:
     call, kind, message = CALLS[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_scale_that_is_a_great_integer_is_a_number() -> None:
+    assert torch.equal(attend(10**30)[:3], attend(1e30)[:3])  # type: ignore[arg-type]
 
 
 def test_a_record_goes_to_a_new_file_and_comes_from_a_path_of_any_kind(tmp_path: Path) -> None:
