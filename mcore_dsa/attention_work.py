@@ -73,12 +73,8 @@ def attention_work(
     Raises: as `selection_work`; ValueError for heads that are no multiple of the ranks.
     """
     check_request(lengths, geometry, context_size)
-    check_ranks("group_size", group_size)
-    check_positive("elem_bytes", elem_bytes)
-    check_bytes("attend_bytes", attend_bytes)
+    _check_sizes(shard, group_size, elem_bytes, attend_bytes)
     heads, channels, tail = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.index_kpool_always_select_tail
-    if shard not in get_args(AttendShard):
-        raise ValueError(f"shard is {shown(shard)}; accepted are {', '.join(map(repr, get_args(AttendShard)))}")
     if heads % group_size:
         raise ValueError(f"group_size is {group_size}; accepted are divisors of {heads}, the attention heads")
     work = PackWork(tuple(lengths), geometry.index_kpool, geometry.pool_budget)
@@ -117,6 +113,14 @@ def attention_work(
             )
         )
     return tuple(parts)
+
+
+def _check_sizes(shard: AttendShard, group_size: int, elem_bytes: int, attend_bytes: int) -> None:
+    if shard not in get_args(AttendShard):
+        raise ValueError(f"shard is {shown(shard)}; accepted are {', '.join(map(repr, get_args(AttendShard)))}")
+    check_ranks("group_size", group_size)
+    check_positive("elem_bytes", elem_bytes)
+    check_bytes("attend_bytes", attend_bytes)
 
 
 def _exchanging(cut: RowPartition, row: int, nbytes: int) -> int:
