@@ -9,9 +9,11 @@ the collective would be. All ranks of a group always enter, also those that own 
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_dsa.checks import kind_of
+from mcore_dsa.ranges import named
 from mcore_dsa.rows import RowExchange, RowPartition, overlap
 
 type Group = dist.ProcessGroup | None
@@ -28,6 +31,31 @@ type Group = dist.ProcessGroup | None
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # Pieces of a call that have numbers of their own.
 _PIECES = 1 << 16
+
+
+@dataclass
+class Traffic:
+    """What this process has exchanged with others so far: read it twice, as a network card's counters.
+
+    Attributes:
+        seconds: of the host inside collectives, waiting for slower ranks included; on CUDA the time to launch them.
+        received_bytes: of other ranks' rows and selections.
+    """
+
+    seconds: float = 0.0
+    received_bytes: int = 0
+
+
+traffic = Traffic()
+
+
+@contextmanager
+def _exchanging(received_bytes: int = 0) -> Iterator[None]:
+    started = time.perf_counter()
+    with named("exchange"):
+        yield
+    traffic.seconds += time.perf_counter() - started
+    traffic.received_bytes += received_bytes
 
 
 def group_size(group: Group) -> int:
@@ -91,7 +119,8 @@ def reduce_rows(x: Tensor, group: Group) -> Tensor:
         return reduced.copy_(x)
     # torch 2.13 renames this one too.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    cast(Callable[..., object], scatter)(reduced, x.contiguous(), group=group)
+    with _exchanging((ranks - 1) * reduced.nbytes):
+        cast(Callable[..., object], scatter)(reduced, x.contiguous(), group=group)
     return reduced
 
 
@@ -249,7 +278,8 @@ class SelectionGather:
     def _place(self) -> None:
         piece = self._pending.popleft()
         if piece.work is not None:
-            piece.work.wait()
+            with _exchanging():
+                piece.work.wait()
         of_ranks = piece.gathered.unflatten(0, (self._partition.group_size, -1))
         if bool((of_ranks[:, :, -1] != piece.tag).any()):
             numbers = of_ranks[:, 0, -1, 0].tolist()
@@ -310,9 +340,10 @@ def greatest(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device:
     """
     groups = [group for group in groups if group_size(group) > 1]
     words = torch.tensor(values, dtype=torch.int64, device=device if groups else "cpu")
-    for group in groups:
-        dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
-    most: list[int] = words.tolist()
+    with _exchanging():
+        for group in groups:
+            dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
+        most: list[int] = words.tolist()
     return most
 
 
@@ -322,11 +353,16 @@ def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = Tru
         return None
     # torch 2.13 renames the collective and deprecates the name that 2.11 and 2.12 have.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
+    with _exchanging(output.nbytes - shard.nbytes):
+        return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
 
 
 def _all_to_all(output: Tensor, shard: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> None:
     if group is None:
         output.copy_(shard)
         return
-    dist.all_to_all_single(output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group)
+    others = sum(received) - received[dist.get_rank(group)]
+    with _exchanging(others * output[:1].nbytes):
+        dist.all_to_all_single(
+            output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group
+        )

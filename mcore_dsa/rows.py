@@ -205,6 +205,19 @@ class PackWork:
         """Those of them whose row sees more pools than the budget."""
         return self._scored_ends[-1] if self._scored_ends else 0
 
+    @property
+    def selected_pairs(self) -> int:
+        """Visible pairs in which the row selects the pool."""
+        beyond = sum(max(0, length - self._unscored_rows) for length in self.lengths)
+        return self.visible_pairs - self.scored_pairs + self.budget * beyond
+
+    def attended_tokens(self, *, always_select_tail: bool) -> int:
+        """(row, token) pairs in which the row attends to the token: of selected pools, and with a tail of its own
+        incomplete one.
+        """
+        tails = sum(length * (length + 1) // 2 - self.pool_size * self._visible(length) for length in self.lengths)
+        return self.pool_size * self.selected_pairs + (tails if always_select_tail else 0)
+
     def scored_pairs_before(self, row: int) -> int:
         """Scored pairs of rows `0 ... row - 1`; rows behind the last document have none."""
         return self._before(row, self._scored_ends, self._scored)

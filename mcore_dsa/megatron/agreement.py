@@ -167,6 +167,8 @@ class Agreement:
         ranks = torch.distributed.get_process_group_ranks(self._tp_group)
         _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
         _log.info("k-pool DSA computes with %s (%s)", backend.name, kernels.reason)
+        others = [setting for setting in self._settings if setting not in (partition, kernels)]
+        _log.info("k-pool DSA runs with %s", ", ".join(map(str, others)))
 
 
 def _learning(indexer: KPoolDSAIndexer) -> list[str]:

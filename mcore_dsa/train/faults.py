@@ -6,6 +6,7 @@ Limits of a single field are in its type; what the attention accepts is up to it
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 from mcore_dsa.train.config import JobConfig
 
@@ -191,5 +192,20 @@ def _job_faults(config: JobConfig) -> list[str]:
     if config.load_hf is not None and config.resume:
         faults.append(
             f"load_hf is {config.load_hf!r}; accepted with resume true is null: the run's checkpoint has it all"
+        )
+    return faults + _watching_faults(config)
+
+
+def _watching_faults(config: JobConfig) -> list[str]:
+    evaluation, logging = config.evaluation, config.logging
+    faults = []
+    if bool(evaluation.data) != bool(evaluation.every):
+        accepted = "0" if evaluation.every else "an integer >= 1"
+        faults.append(
+            f"evaluation.every is {evaluation.every}; accepted with evaluation.data {evaluation.data} is {accepted}"
+        )
+    if logging.wandb is not None and find_spec("wandb") is None:
+        faults.append(
+            f"logging.wandb is {logging.wandb!r}; accepted without wandb is null: pip install 'mcore-dsa[wandb]'"
         )
     return faults

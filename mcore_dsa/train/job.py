@@ -34,6 +34,7 @@ from mcore_dsa.train.faults import faults_of
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
+from mcore_dsa.train.probes import Probes, profiled
 from mcore_dsa.train.report import METRICS, RunLog, Summary
 from mcore_dsa.train.samples import Packs, Windows, samples_of
 
@@ -48,6 +49,7 @@ class Job:
         config: the run.
         corpus: its text.
         samples: what it reads of it.
+        evaluation: what it is evaluated on, and the digest of that, both None for nothing.
         start: the checkpoint to continue from, None for a fresh run.
         pretrained: the Hugging Face checkpoint to start from, None for random weights or where `start` has them.
     """
@@ -55,6 +57,8 @@ class Job:
     config: JobConfig
     corpus: Corpus
     samples: Windows | Packs
+    evaluation: Windows | Packs | None
+    evaluation_digest: str | None
     start: Checkpoint | None
     pretrained: CheckpointBinding | None
 
@@ -76,8 +80,16 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         raise ValueError("\n".join(faults))
     transformer_config(config)
     pretrained = None if config.load_hf is None else find_pretrained(config)
-    corpus = read_corpus(config.data, max_bytes=config.max_data_bytes)
-    samples = samples_of(config, corpus)
+    corpus, samples = _read("data", config, config.data)
+    evaluated, evaluation = None, None
+    if config.evaluation.every:
+        evaluated, evaluation = _read("evaluation.data", config, config.evaluation.data)
+        needed = config.evaluation.batches * config.training.global_batch_size
+        if needed > len(evaluation):
+            raise ValueError(
+                f"evaluation.batches is {config.evaluation.batches}, {needed} samples; accepted are at most the "
+                f"{len(evaluation)} samples of evaluation.data"
+            )
     run_dir = Path(config.run_dir)
     start = None
     if config.resume:
@@ -89,7 +101,34 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         raise ValueError(
             f"run_dir is {config.run_dir!r}, which holds something else; accepted is a new or empty folder, or a run's"
         )
-    return Job(config=config, corpus=corpus, samples=samples, start=start, pretrained=pretrained)
+    return Job(
+        config=config,
+        corpus=corpus,
+        samples=samples,
+        evaluation=evaluation,
+        evaluation_digest=None if evaluated is None else evaluated.digest,
+        start=start,
+        pretrained=pretrained,
+    )
+
+
+def _read(field: str, config: JobConfig, paths: list[str]) -> tuple[Corpus, Windows | Packs]:
+    """What a run reads of some paths.
+
+    Raises: ValueError, of a token that the model has no embedding for as well.
+    """
+    try:
+        corpus = read_corpus(paths, max_bytes=config.max_data_bytes, tokenizer=config.tokenizer)
+        samples = samples_of(config, corpus)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}" if field != "data" else str(error)) from error
+    greatest = int(corpus.tokens.max())
+    if greatest >= config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size}; accepted is an integer > {greatest}, the greatest token "
+            f"of {field}"
+        )
+    return corpus, samples
 
 
 def train(job: Job) -> Summary:
@@ -190,11 +229,16 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
     trainer = Trainer(config, job.samples, device, pretrained=job.pretrained)
     if job.start is not None:
         load_checkpoint(trainer, job.start)
+    # A run that is there to be compared looks at nothing by itself.
+    probe = Probes(config, trainer, job.samples, job.evaluation) if record else None
     reports: list[StepReport] = []
+    profiled_step = min(trainer.step + 2, config.training.steps) if record and config.profile else None
     save_every = config.checkpoint.save_every
     with RunLog(config, done=trainer.step, title=title, write=record) if first else nullcontext() as log:
         while trainer.step < config.training.steps:
-            reports.append(trainer.train_step())
+            with profiled(_trace(job) if trainer.step + 1 == profiled_step else None):
+                report = trainer.train_step()
+            reports.append(report if probe is None else probe(report))
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps
@@ -208,10 +252,15 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
     )
 
 
+def _trace(job: Job) -> Path:
+    return job.run_dir / "profile" / f"rank_{dist.get_rank()}.json.gz"
+
+
 def _check_agreement(job: Job) -> None:
     own = {
         "configuration": asdict(job.config),
         "digest of data": job.corpus.digest,
+        "digest of evaluation.data": job.evaluation_digest,
         "checkpoint to resume from": None if job.start is None else str(job.start.folder),
     }
     of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
@@ -244,7 +293,7 @@ def _open_run_dir(job: Job) -> None:
     fields = json.loads(json.dumps(asdict(job.config)))
     (run_dir / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
     _logger.info(
-        "%d bytes of text from %d files, %d samples an epoch",
+        "%d tokens of text from %d documents, %d samples an epoch",
         len(job.corpus.tokens),
         job.corpus.files,
         len(job.samples),

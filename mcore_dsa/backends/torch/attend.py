@@ -24,11 +24,13 @@ from mcore_dsa.backends.protocol import Kept, LatentShards
 from mcore_dsa.backends.torch.slots import LANES, SlotClass, Slots, find_faults, round_up, slot_classes
 from mcore_dsa.kpool import PoolLayout, RowBounds, raise_if_unseen
 from mcore_dsa.precision import full_precision
+from mcore_dsa.ranges import ranged
 from mcore_dsa.workspace import Buffer, Workspace
 
 _HEADS = 4
 
 
+@ranged("attention")
 def attend(
     q_SBHC: Tensor,
     kv_TBC: Tensor,
@@ -174,6 +176,7 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @ranged("attention")
     def backward(ctx: Any, out_grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:
         q_SBHC, kv_LBC, selection_BOK, _, *of_rows = ctx.saved_tensors
         call: _Call = ctx.call

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.kpool import PoolLayout
+from mcore_dsa.ranges import ranged
 
 # fp32 elements of scratch, which is elementwise: the size moves no bit of the result.
 _SCRATCH_ELEMENTS = 1 << 20
@@ -21,6 +22,7 @@ _LN2_HIGH = 0.693359375
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
 
 
+@ranged("compression")
 def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: PoolLayout) -> Tensor:
     """`mcore_dsa.compress_keys` for arguments that fit."""
     num_pools, batch, channels = layout.num_pools, layout.batch, key_TBD.shape[-1]
