@@ -63,15 +63,19 @@ class Setting[T]:
     reason: str
     fault: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The value for people."""
+        if isinstance(self.value, bool):
+            return "on" if self.value else "off"
+        if isinstance(self.value, int) and self.name.endswith("BYTES"):
+            return bytes_text(self.value)
+        return str(self.value)
+
     def __str__(self) -> str:
         """The variable, its value and whether it was set, for a line of the log."""
-        value: object = self.value
-        if isinstance(value, bool):
-            value = "on" if value else "off"
-        elif isinstance(value, int) and self.name.endswith("BYTES"):
-            value = bytes_text(value)
         given = "default" if self.raw is None or not self.raw.strip() else f"set to {self.raw!r}"
-        return f"{self.name} {value} ({given})"
+        return f"{self.name} {self.shown} ({given})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,8 +143,8 @@ def test_a_resumed_run_goes_on_in_its_run_of_weights_and_biases(
     ("options", "fault"),
     [
         ("--logging.wandb small", "logging.wandb is 'small'; accepted without wandb is null"),
-        ("--evaluation.every 2", "evaluation.every is 2; accepted with evaluation.data [] is 0"),
-        ("--evaluation.data README.md", "evaluation.every is 0; accepted with evaluation.data ['README.md'] is an"),
+        ("--evaluation.every 2", "evaluation.every is 2; accepted with evaluation.data None is 0"),
+        ("--evaluation.data README.md", "evaluation.every is 0; accepted with evaluation.data 'README.md' is an"),
         ("--evaluation.every 2 --evaluation.data nowhere", "evaluation.data: data has 'nowhere', which does not exist"),
         (
             "--evaluation.every 2 --evaluation.data README.md --evaluation.batches 900",

@@ -174,12 +174,12 @@ class EvaluationConfig:
     """A set that the run does not train on, whose loss is taken now and then; it changes no bit of the training.
 
     Attributes:
-        data: files, folders or indexed data sets, as the data to train on; empty for no evaluation.
+        data: file, folder or prefix of an indexed data set; null for no evaluation.
         every: steps between two evaluations, 0 for none.
         batches: global batches in each, the same ones every time.
     """
 
-    data: list[str]
+    data: str | None
     every: NonNegativeInt
     batches: PositiveInt
 

@@ -199,10 +199,10 @@ def _job_faults(config: JobConfig) -> list[str]:
 def _watching_faults(config: JobConfig) -> list[str]:
     evaluation, logging = config.evaluation, config.logging
     faults = []
-    if bool(evaluation.data) != bool(evaluation.every):
+    if (evaluation.data is not None) != bool(evaluation.every):
         accepted = "0" if evaluation.every else "an integer >= 1"
         faults.append(
-            f"evaluation.every is {evaluation.every}; accepted with evaluation.data {evaluation.data} is {accepted}"
+            f"evaluation.every is {evaluation.every}; accepted with evaluation.data {evaluation.data!r} is {accepted}"
         )
     if logging.wandb is not None and find_spec("wandb") is None:
         faults.append(

@@ -82,8 +82,8 @@ def prepare(config: JobConfig, world_size: int) -> Job:
     pretrained = None if config.load_hf is None else find_pretrained(config)
     corpus, samples = _read("data", config, config.data)
     evaluated, evaluation = None, None
-    if config.evaluation.every:
-        evaluated, evaluation = _read("evaluation.data", config, config.evaluation.data)
+    if config.evaluation.data is not None:
+        evaluated, evaluation = _read("evaluation.data", config, [config.evaluation.data])
         needed = config.evaluation.batches * config.training.global_batch_size
         if needed > len(evaluation):
             raise ValueError(
