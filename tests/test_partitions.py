@@ -51,6 +51,11 @@ def test_pack_work_is_the_sum_over_rows(lengths: list[int], pool_size: int, budg
     visible = brute_visible(lengths, pool_size)
     scored = [pools if pools > budget else 0 for pools in visible]
     assert (work.rows, work.visible_pairs, work.scored_pairs) == (len(visible), sum(visible), sum(scored))
+    selected = sum(min(pools, budget) for pools in visible)
+    tails = sum(row % pool_size for length in lengths for row in range(1, length + 1))
+    assert work.selected_pairs == selected
+    assert work.attended_tokens(always_select_tail=False) == pool_size * selected
+    assert work.attended_tokens(always_select_tail=True) == pool_size * selected + tails
     for row in range(len(visible) + 3):
         assert work.visible_pairs_before(row) == sum(visible[:row])
         assert work.scored_pairs_before(row) == sum(scored[:row])
