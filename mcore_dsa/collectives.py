@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_dsa.checks import kind_of
 from mcore_dsa.ranges import named
-from mcore_dsa.rows import RowExchange, RowPartition, overlap
+from mcore_dsa.rows import RowExchange, RowPartition
 
 type Group = dist.ProcessGroup | None
 
@@ -50,7 +50,8 @@ traffic = Traffic()
 
 
 @contextmanager
-def _exchanging(received_bytes: int = 0) -> Iterator[None]:
+def exchanging(received_bytes: int = 0) -> Iterator[None]:
+    """Around every collective, and every wait for one: what is done inside counts as traffic."""
     started = time.perf_counter()
     with named("exchange"):
         yield
@@ -119,7 +120,7 @@ def reduce_rows(x: Tensor, group: Group) -> Tensor:
         return reduced.copy_(x)
     # torch 2.13 renames this one too.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with _exchanging((ranks - 1) * reduced.nbytes):
+    with exchanging((ranks - 1) * reduced.nbytes):
         cast(Callable[..., object], scatter)(reduced, x.contiguous(), group=group)
     return reduced
 
@@ -153,7 +154,7 @@ def exchange_rows(tensors: Sequence[Tensor], partition: RowPartition, group: Gro
         return list(tensors)
     outgoing = _packed(tensors, exchange)
     incoming = outgoing.new_empty(sum(exchange.receive_counts), outgoing.shape[1])
-    _all_to_all(incoming, outgoing, exchange.receive_counts, exchange.send_counts, group)
+    all_to_all(incoming, outgoing, exchange.receive_counts, exchange.send_counts, group)
     del outgoing
     owned = [tensor.new_empty(len(incoming), *tensor.shape[1:]) for tensor in tensors]
     for column, tensor in zip(incoming.split(_row_bytes(tensors), dim=1), owned, strict=True):
@@ -278,7 +279,7 @@ class SelectionGather:
     def _place(self) -> None:
         piece = self._pending.popleft()
         if piece.work is not None:
-            with _exchanging():
+            with exchanging():
                 piece.work.wait()
         of_ranks = piece.gathered.unflatten(0, (self._partition.group_size, -1))
         if bool((of_ranks[:, :, -1] != piece.tag).any()):
@@ -294,12 +295,10 @@ class SelectionGather:
         assert self._selection_BSK is not None
         rows = piece.rows
         for rank, shard_BOK in enumerate(of_ranks):
-            offset = -rows.start
-            for part in self._partition.slices(rank):
-                here = overlap(range(offset, offset + len(part)), range(len(rows)))
-                start = part.start + here.start - offset
-                self._selection_BSK[:, start : start + len(here)] = shard_BOK[:, here.start : here.stop]
-                offset += len(part)
+            start = 0
+            for run in self._partition.runs(rank, rows):
+                self._selection_BSK[:, run.start : run.stop] = shard_BOK[:, start : start + len(run)]
+                start += len(run)
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,7 +339,7 @@ def greatest(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device:
     """
     groups = [group for group in groups if group_size(group) > 1]
     words = torch.tensor(values, dtype=torch.int64, device=device if groups else "cpu")
-    with _exchanging():
+    with exchanging():
         for group in groups:
             dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
         most: list[int] = words.tolist()
@@ -353,16 +352,19 @@ def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = Tru
         return None
     # torch 2.13 renames the collective and deprecates the name that 2.11 and 2.12 have.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with _exchanging(output.nbytes - shard.nbytes):
+    with exchanging(output.nbytes - shard.nbytes):
         return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
 
 
-def _all_to_all(output: Tensor, shard: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> None:
+def all_to_all(
+    output: Tensor, shard: Tensor, received: Sequence[int], sent: Sequence[int], group: Group, *, wait: bool = True
+) -> dist.Work | None:
+    """Rows of `shard` to all ranks and from them, `sent` to each and `received` of each, in the order of ranks."""
     if group is None:
         output.copy_(shard)
-        return
+        return None
+    exchange = cast(Callable[..., dist.Work | None], dist.all_to_all_single)
     others = sum(received) - received[dist.get_rank(group)]
-    with _exchanging(others * output[:1].nbytes):
-        dist.all_to_all_single(
-            output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group
-        )
+    sizes = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
+    with exchanging(others * output[:1].nbytes):
+        return exchange(output, shard, **sizes, group=group, async_op=not wait)

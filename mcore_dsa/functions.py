@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import SelectionCounters, resolve
+from mcore_dsa.attend import attend
+from mcore_dsa.backends import AttentionCall, SelectionCounters, resolve
 from mcore_dsa.checks import (
     check_bool,
     check_bytes,
@@ -150,11 +151,8 @@ def sparse_attention(
     that are not ascending, an id that is not a visible complete pool of its row, and, where gradients are needed, an
     argument made in inference mode.
     """
-    _check_latents(q_SBHC, kv_TBC)
-    _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
-    _check_scale(softmax_scale)
-    check_bool(always_select_tail=always_select_tail)
-    check_bytes("attend_bytes", attend_bytes)
+    check_selection(selection_BSK, layout, position_S)
+    check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
     if torch.is_grad_enabled() and (q_SBHC.requires_grad or kv_TBC.requires_grad):
         check_savable(
             q_SBHC=q_SBHC,
@@ -163,16 +161,8 @@ def sparse_attention(
             layout=layout.pool_token_BP,
             position_S=position_S,
         )
-    return resolve().attend(
-        q_SBHC,
-        kv_TBC.contiguous(),
-        selection_BSK,
-        layout,
-        layout.bounds(position_S),
-        softmax_scale=softmax_scale,
-        always_select_tail=always_select_tail,
-        attend_bytes=attend_bytes,
-    )
+    call = AttentionCall(layout, layout.bounds(position_S), softmax_scale, always_select_tail, attend_bytes)
+    return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=resolve())
 
 
 def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softmax_scale: float) -> Tensor:
@@ -251,10 +241,20 @@ def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(q_SBHC.dtype, kv_TBC.dtype), torch.float32)
 
 
-def _check_selection(
-    q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor
+def check_attention(
+    q_SBHC: Tensor,
+    kv_TBC: Tensor,
+    layout: PoolLayout,
+    position_S: Tensor,
+    softmax_scale: float,
+    always_select_tail: bool,
+    attend_bytes: int,
 ) -> None:
-    check_selection(selection_BSK, layout, position_S)
+    """Refuse what does not fit rows at `position_S`, a selection apart."""
+    _check_latents(q_SBHC, kv_TBC)
+    _check_scale(softmax_scale)
+    check_bool(always_select_tail=always_select_tail)
+    check_bytes("attend_bytes", attend_bytes)
     check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
     rows, batch, tokens = position_S.shape[0], layout.batch, layout.num_tokens
     if q_SBHC.shape[:2] != (rows, batch):

@@ -58,6 +58,34 @@ class SelectionPlan:
         row_O = torch.cat(own) if own else torch.arange(0, device="cpu")
         return self.bounds.take(row_O.to(self.layout.device))
 
+    @property
+    def attended(self) -> RowPartition:
+        """Who attends which rows where attention is cut by rows: who selects for them; of rows for which every rank
+        does, contiguous shards.
+        """
+        if self.partition.is_replicated:
+            return RowPartition.contiguous(self.partition.num_rows, self.partition.group_size)
+        return self.partition
+
+    @cached_property
+    def attended_own(self) -> RowBounds:
+        """The bounds of the rows this rank attends then, slice after slice."""
+        if not self.partition.is_replicated:
+            return self.own
+        (part,) = self.attended.slices(self.rank)
+        return self.bounds.take(slice(part.start, part.stop))
+
+    def attended_pieces(self, rows: int) -> tuple[RowBounds, ...]:
+        """The bounds of each `rows` of those rows, as many pieces on every rank; the same objects for every layer."""
+        if rows not in self._pieces:
+            starts = range(0, self.attended.rows_per_rank, rows)
+            self._pieces[rows] = tuple(self.attended_own.take(slice(start, start + rows)) for start in starts)
+        return self._pieces[rows]
+
+    @cached_property
+    def _pieces(self) -> dict[int, tuple[RowBounds, ...]]:
+        return {}
+
     @classmethod
     def dense(
         cls,

@@ -100,6 +100,19 @@ class RowPartition:
             raise ValueError(f"rank is {rank}; accepted is 0 <= rank < {self.group_size}")
         return self.shards[rank]
 
+    def runs(self, rank: int, places: range) -> list[range]:
+        """Which rows stand at `places` of the shard of `rank`, counted through its slices; places behind it hold none.
+
+        Raises: as `slices`.
+        """
+        runs, offset = [], 0
+        for part in self.slices(rank):
+            here = overlap(range(offset, offset + len(part)), places)
+            if here:
+                runs.append(range(part.start + here.start - offset, part.start + here.stop - offset))
+            offset += len(part)
+        return runs
+
 
 @dataclass(frozen=True)
 class RowExchange:
@@ -175,6 +188,8 @@ class PackWork:
     _row_ends: tuple[int, ...] = field(init=False, repr=False)
     _visible_ends: tuple[int, ...] = field(init=False, repr=False)
     _scored_ends: tuple[int, ...] = field(init=False, repr=False)
+    _selected_ends: tuple[int, ...] = field(init=False, repr=False)
+    _tail_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not _integers(*self.lengths, self.pool_size, self.budget):
@@ -188,8 +203,9 @@ class PackWork:
                 f"{self.budget}; accepted are lengths >= 0, pool_size >= 1 and budget >= 1"
             )
         object.__setattr__(self, "_row_ends", tuple(accumulate(self.lengths)))
-        object.__setattr__(self, "_visible_ends", tuple(accumulate(map(self._visible, self.lengths))))
-        object.__setattr__(self, "_scored_ends", tuple(accumulate(map(self._scored, self.lengths))))
+        for name in ("visible", "scored", "selected", "tail"):
+            ends = tuple(accumulate(map(getattr(self, f"_{name}"), self.lengths)))
+            object.__setattr__(self, f"_{name}_ends", ends)
 
     @property
     def rows(self) -> int:
@@ -205,19 +221,6 @@ class PackWork:
         """Those of them whose row sees more pools than the budget."""
         return self._scored_ends[-1] if self._scored_ends else 0
 
-    @property
-    def selected_pairs(self) -> int:
-        """Visible pairs in which the row selects the pool."""
-        beyond = sum(max(0, length - self._unscored_rows) for length in self.lengths)
-        return self.visible_pairs - self.scored_pairs + self.budget * beyond
-
-    def attended_tokens(self, *, always_select_tail: bool) -> int:
-        """(row, token) pairs in which the row attends to the token: of selected pools, and with a tail of its own
-        incomplete one.
-        """
-        tails = sum(length * (length + 1) // 2 - self.pool_size * self._visible(length) for length in self.lengths)
-        return self.pool_size * self.selected_pairs + (tails if always_select_tail else 0)
-
     def scored_pairs_before(self, row: int) -> int:
         """Scored pairs of rows `0 ... row - 1`; rows behind the last document have none."""
         return self._before(row, self._scored_ends, self._scored)
@@ -225,6 +228,14 @@ class PackWork:
     def visible_pairs_before(self, row: int) -> int:
         """Visible pairs of rows `0 ... row - 1`."""
         return self._before(row, self._visible_ends, self._visible)
+
+    def selected_pairs_before(self, row: int) -> int:
+        """Pools that rows `0 ... row - 1` select, summed over rows; rows behind the last document select none."""
+        return self._before(row, self._selected_ends, self._selected)
+
+    def tail_tokens_before(self, row: int) -> int:
+        """Tokens of the rows' own incomplete pools, summed over rows `0 ... row - 1`."""
+        return self._before(row, self._tail_ends, self._tail)
 
     def first_row_reaching(self, pairs: int) -> int:
         """The least row with at least `pairs` scored pairs before it."""
@@ -247,6 +258,14 @@ class PackWork:
 
     def _scored(self, rows: int) -> int:
         return max(0, self._visible(rows) - self._visible(self._unscored_rows))
+
+    def _selected(self, rows: int) -> int:
+        taking_all = min(rows, self._unscored_rows)
+        return self._visible(taking_all) + self.budget * (rows - taking_all)
+
+    def _tail(self, rows: int) -> int:
+        pools, rest = divmod(rows, self.pool_size)
+        return pools * (self.pool_size * (self.pool_size - 1) // 2) + rest * (rest + 1) // 2
 
 
 def partition_rows(

@@ -16,10 +16,13 @@ from typing import Any, Literal, get_args
 Partition = Literal["off", "contiguous", "zigzag", "balanced"]
 # Implementations of compression, selection and attention; "auto" takes the fastest that keeps the contract here.
 Kernels = Literal["auto", "torch"]
+# What attention of a tensor-parallel rank is cut by: its own heads of all rows, or its own rows with all heads.
+AttendShard = Literal["heads", "rows"]
 
 PARTITION_VARIABLE = "SKYRL_DSA_INDEXER_TP_SHARD"
 SCORE_BYTES_VARIABLE = "MCORE_DSA_SCORE_BYTES"
 ATTEND_BYTES_VARIABLE = "MCORE_DSA_ATTEND_BYTES"
+ATTEND_SHARD_VARIABLE = "MCORE_DSA_ATTEND_SHARD"
 OVERLAP_VARIABLE = "MCORE_DSA_OVERLAP"
 KERNELS_VARIABLE = "MCORE_DSA_KERNELS"
 STORE_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE"
@@ -38,6 +41,8 @@ _PARTITION_WORDS: dict[str, Partition] = {
 _PARTITIONS_ACCEPTED = "unset, empty, 0, false or off; 1, true or on; contiguous, zigzag, balanced"
 
 _KERNELS_WORDS: dict[str, Kernels] = {kernels: kernels for kernels in get_args(Kernels)}
+
+_ATTEND_SHARD_WORDS: dict[str, AttendShard] = {shard: shard for shard in get_args(AttendShard)}
 
 _SWITCH = {"1": True, "0": False}
 
@@ -87,6 +92,7 @@ class Settings:
             every rank.
         score_bytes: bytes that scores in flight may take.
         attend_bytes: bytes that either pass of the sparse attention may take beyond what its caller holds.
+        attend_shard: what attention is cut by over the tensor-parallel group.
         overlap: gather the selections of finished rows while the next are scored.
         kernels: which implementation compresses, selects and attends.
         store: keep what a forward selected for its recomputation.
@@ -96,6 +102,7 @@ class Settings:
     partition: Setting[Partition]
     score_bytes: Setting[int]
     attend_bytes: Setting[int]
+    attend_shard: Setting[AttendShard]
     overlap: Setting[bool]
     kernels: Setting[Kernels]
     store: Setting[bool]
@@ -133,6 +140,13 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         partition=_read(environ, PARTITION_VARIABLE, _PARTITION_WORDS.__getitem__, _PARTITIONS_ACCEPTED, "off"),
         score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_SCORE_BYTES),
         attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_ATTEND_BYTES),
+        attend_shard=_read(
+            environ,
+            ATTEND_SHARD_VARIABLE,
+            _ATTEND_SHARD_WORDS.__getitem__,
+            " and ".join(_ATTEND_SHARD_WORDS),
+            "heads",
+        ),
         overlap=_read(environ, OVERLAP_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
         kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, " and ".join(_KERNELS_WORDS), "auto"),
         store=_read(environ, STORE_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),

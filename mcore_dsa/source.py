@@ -43,14 +43,15 @@ class SelectionRequest:
         plan: of this micro-batch, shared by all layers.
         budget: pools a row may select.
         project: runs the indexer's projections; a source that need not score never calls it.
-        gather: collects what the source finds, over the group; a source may `advance` it while it works.
+        gather: collects what the source finds, over the group; a source may `advance` it while it works. None where
+            every rank takes its own rows alone.
     """
 
     layer: int
     plan: SelectionPlan
     budget: int
     project: Callable[[], Projections]
-    gather: SelectionGather
+    gather: SelectionGather | None
 
 
 class SelectionSource(Protocol):

@@ -76,21 +76,22 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """The rows of a tensor-parallel group, and pairs of the first n of them."""
+class Held:
+    """The rows of a tensor-parallel group, and of the first n of them the pairs and the tokens that they attend."""
 
     rows: int
     visible_before: Callable[[int], int]
     scored_before: Callable[[int], int]
+    attended_before: Callable[[int], int]
 
     @classmethod
-    def of(cls, work: PackWork, context_size: int) -> _Held:
-        """Those of the context-parallel rank with the most scored pairs.
+    def of(cls, work: PackWork, context_size: int, attended_before: Callable[[int], int] = lambda row: 0) -> Held:
+        """Those of the context-parallel rank with the most scored pairs; `attended_before` is of the whole pack.
 
         Raises: ValueError for a document whose length is no multiple of `2 * context_size`.
         """
         if context_size == 1:
-            return cls(work.rows, work.visible_pairs_before, work.scored_pairs_before)
+            return cls(work.rows, work.visible_pairs_before, work.scored_pairs_before, attended_before)
         multiple = 2 * context_size
         uneven = [length for length in work.lengths if length % multiple]
         if uneven:
@@ -109,7 +110,8 @@ class _Held:
         ]
         rows = work.rows // context_size
         busiest = max(groups, key=lambda parts: _before(parts, work.scored_pairs_before)(rows))
-        return cls(rows, _before(busiest, work.visible_pairs_before), _before(busiest, work.scored_pairs_before))
+        counts = (work.visible_pairs_before, work.scored_pairs_before, attended_before)
+        return cls(rows, *(_before(busiest, count) for count in counts))
 
 
 def _before(parts: Sequence[range], count: Callable[[int], int]) -> Callable[[int], int]:
@@ -157,7 +159,7 @@ def selection_work(
         raise ValueError(
             f"partition is {partition}; accepted are, with {context_size} context-parallel ranks, {accepted}"
         )
-    held = _Held.of(work, context_size)
+    held = Held.of(work, context_size)
     owned = partition_rows(
         partition, held.rows, group_size, work.lengths, pool_size=geometry.index_kpool, budget=budget
     )
@@ -179,7 +181,7 @@ def selection_work(
     return SelectionWork(partition, ranks)
 
 
-def _rank_work(rank: int, all_rows: int, held: _Held, owned: RowPartition, sizes: _Sizes, pair_flops: int) -> RankWork:
+def _rank_work(rank: int, all_rows: int, held: Held, owned: RowPartition, sizes: _Sizes, pair_flops: int) -> RankWork:
     ranks, rows, parts = owned.group_size, owned.rows_of(rank), owned.slices(rank)
     (home,) = RowPartition.contiguous(held.rows, ranks).slices(rank)
     stay = sum(len(overlap(part, home)) for part in parts)

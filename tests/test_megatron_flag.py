@@ -130,11 +130,12 @@ def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None
         if rank > 0:
             assert seen["log"] == []
             continue
-        line, kernels, others = seen["log"]
-        assert line[0] == kernels[0] == others[0] == "INFO"
+        line, attends, kernels, others = seen["log"]
+        assert {said[0] for said in seen["log"]} == {"INFO"}
         for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
             assert part in line[1]
         assert kernels[1] == "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset)"
+        assert "attends on each rank its heads of every row (default, MCORE_DSA_ATTEND_SHARD is unset)" in attends[1]
         for part in ("MCORE_DSA_SCORE_BYTES 256MiB (default)", "MCORE_DSA_OVERLAP on (default)", "_STORE_BYTES 8GiB"):
             assert part in others[1]
 
@@ -170,12 +171,12 @@ def test_overlap_setting_reaches_the_exchange(word: str, pieces: list[int]) -> N
 def test_flag_on_in_a_group_of_one_warns_once() -> None:
     (seen,) = megatron_ranks(observe, 1, tp=1, env=ON)
     assert seen["while_building"] == ([], [], 0)
-    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO", "INFO", "INFO"]
+    assert [level for level, _ in seen["log"]] == ["WARNING", *["INFO"] * 4]
     assert f"{PARTITION_VARIABLE} has no effect in a tensor-parallel group of one" in seen["log"][0][1]
     assert "the one rank scores every row" in seen["log"][1][1]
     assert seen["rows"] == [FORWARDS * BATCH * ROWS] * LAYERS
     (off,) = megatron_ranks(observe, 1, tp=1, env=OFF)
-    assert [level for level, _ in off["log"]] == ["INFO", "INFO", "INFO"]
+    assert [level for level, _ in off["log"]] == ["INFO"] * 4
     assert all(torch.equal(*pair) for pair in zip(seen["selections"], off["selections"], strict=True))
 
 

@@ -168,6 +168,7 @@ def test_description_is_plain_text() -> None:
         "MCORE_DSA_SCORE_BYTES": "1048576",
         "MCORE_DSA_ATTEND_BYTES": "'-1'; accepted are positive whole numbers of bytes below 2**63, as 67108864, or "
         "with a unit: B, KiB, MiB or GiB",
+        "MCORE_DSA_ATTEND_SHARD": "heads",
         "MCORE_DSA_OVERLAP": "True",
         "MCORE_DSA_KERNELS": "auto",
         "MCORE_DSA_RECOMPUTE_STORE": "True",

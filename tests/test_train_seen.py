@@ -169,7 +169,8 @@ def test_model_flops_are_those_of_the_weights_and_of_what_is_selected(tmp_path: 
         model, lengths = config.model, (40, 7, 100)
         work = PackWork(lengths, 4, 2)
         layers = (model.hybrid_layer_pattern or "DD").count("D")
-        attention = work.attended_tokens(always_select_tail=True) * 4 * 2 * 16
+        rows = [row for length in lengths for row in range(1, length + 1)]
+        attention = sum(min(row, 4 * 2 + row % 4) for row in rows) * 4 * 2 * 16
         scoring = work.scored_pairs * 8 * 8
         products = 3 * (147 * trained + layers * attention) + 147 * frozen + layers * scoring
         assert model_flops(config, lengths) == 2 * products

@@ -23,8 +23,8 @@ from mcore_dsa.train.config import JobConfig
 ROUNDINGS = 4.0
 
 COMMON = (
-    "--model.hidden_dropout 0 --training.micro_batch_size 1 --training.global_batch_size 8"
-    " --training.steps 4 --training.clip_grad 0 --parallel.tensor 1"
+    "--model.hidden_dropout 0 --training.micro_batch_size 1 --training.global_batch_size 4"
+    " --training.steps 3 --training.decay_steps 3 --training.clip_grad 0 --parallel.tensor 1"
 )
 
 

@@ -1,10 +1,10 @@
 """Implementations of compression, selection and attention behind one protocol."""
 
-from mcore_dsa.backends.protocol import Backend, Kept, LatentShards, SelectionCounters
+from mcore_dsa.backends.protocol import AttentionCall, Backend, SelectionCounters
 from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.settings import Kernels
 
-__all__ = ["Backend", "Kept", "LatentShards", "SelectionCounters", "resolve"]
+__all__ = ["AttentionCall", "Backend", "SelectionCounters", "resolve"]
 
 _TORCH: Backend = TorchBackend()
 

@@ -119,6 +119,8 @@ class Agreement:
 
     def _budget_faults(self, query_SBHC: Tensor, backend: Backend, indexer: KPoolDSAIndexer) -> list[str]:
         config, (_, batch, heads, channels) = self._config, query_SBHC.shape
+        if self._settings.attend_shard.value == "rows":
+            heads *= self._tp_group.size()
         pool_size = cast(int, config.dsa_indexer_kpool)
         tail = pool_size - 1 if config.dsa_indexer_kpool_always_select_tail else 0
         least = {
@@ -166,8 +168,11 @@ class Agreement:
             done = f"each rank scores its {partition.value} shard of the rows"
         ranks = torch.distributed.get_process_group_ranks(self._tp_group)
         _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
+        shard = self._settings.attend_shard
+        attends = {"heads": "its heads of every row", "rows": "its rows with all heads"}[shard.value]
+        _log.info("k-pool DSA attends on each rank %s (%s)", attends, shard.reason)
         _log.info("k-pool DSA computes with %s (%s)", backend.name, kernels.reason)
-        others = [setting for setting in self._settings if setting not in (partition, kernels)]
+        others = [setting for setting in self._settings if setting not in (partition, shard, kernels)]
         _log.info("k-pool DSA runs with %s", ", ".join(map(str, others)))
 
 

@@ -77,7 +77,9 @@ def model_flops(config: JobConfig, lengths: Sequence[int]) -> int:
     """
     model = config.model
     work = PackWork(tuple(lengths), model.dsa_indexer_kpool, model.dsa_indexer_topk // model.dsa_indexer_kpool)
-    attended = work.attended_tokens(always_select_tail=model.dsa_indexer_kpool_always_select_tail)
+    attended = work.pool_size * work.selected_pairs_before(work.rows)
+    if model.dsa_indexer_kpool_always_select_tail:
+        attended += work.tail_tokens_before(work.rows)
     letters = model.hybrid_layer_pattern or ("DE" if model.num_moe_experts else "D-") * model.num_layers
     layers = letters.count("D")
     weights, frozen = _weights_of_a_token(model, letters, config.padded_vocab_size)

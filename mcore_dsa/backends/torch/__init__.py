@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-from mcore_dsa.backends.torch.attend import attend, smallest_attend_bytes
+from mcore_dsa.backends.torch.attend import attend, attend_backward, selection_faults, smallest_attend_bytes
 from mcore_dsa.backends.torch.compress import compress_bytes, compress_keys
 from mcore_dsa.backends.torch.scoring import numerics, tile_fingerprint, tile_for
 from mcore_dsa.backends.torch.select import bytes_in_flight, select_pools, smallest_score_bytes
@@ -19,7 +19,9 @@ class TorchBackend:
     name = "torch"
     compress = staticmethod(compress_keys)
     select = staticmethod(select_pools)
+    selection_faults = staticmethod(selection_faults)
     attend = staticmethod(attend)
+    attend_backward = staticmethod(attend_backward)
     numerics = staticmethod(numerics)
     compress_bytes = staticmethod(compress_bytes)
     select_bytes = staticmethod(bytes_in_flight)

@@ -1,4 +1,4 @@
-"""Attention restricted to the selected tokens: absorbed multi-latent form, with a backward pass that recomputes.
+"""Attention restricted to the selected tokens: absorbed multi-latent form, both passes; backward recomputes forward.
 
 Letters of shapes: `mcore_dsa/__init__.py`. Items and their slots: `slots.py`.
 
@@ -14,54 +14,59 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from mcore_dsa.backends.protocol import Kept, LatentShards
+from mcore_dsa.backends.protocol import AttentionCall
 from mcore_dsa.backends.torch.slots import LANES, SlotClass, Slots, find_faults, round_up, slot_classes
-from mcore_dsa.kpool import PoolLayout, RowBounds, raise_if_unseen
 from mcore_dsa.precision import full_precision
-from mcore_dsa.ranges import ranged
 from mcore_dsa.workspace import Buffer, Workspace
 
 _HEADS = 4
 
 
-@ranged("attention")
-def attend(
+def selection_faults(selection_BSK: Tensor, call: AttentionCall) -> Tensor:
+    return find_faults(selection_BSK, call.bounds, call.attend_bytes)
+
+
+def attend(q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall, out_SBHC: Tensor) -> tuple[()]:
+    items = _Items.of(q_SBHC, kv_TBC, selection_BSK, call)
+    out_SBHC.zero_()
+
+    def work(chunk: _Chunk) -> None:
+        chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
+        chunk.mix(chunk.weights_IHW)
+        chunk.store_mixed(out_SBHC)
+
+    items.each_chunk(work, backward=False)
+    return ()
+
+
+def attend_backward(
     q_SBHC: Tensor,
     kv_TBC: Tensor,
     selection_BSK: Tensor,
-    layout: PoolLayout,
-    bounds: RowBounds,
-    *,
-    softmax_scale: float,
-    always_select_tail: bool,
-    attend_bytes: int,
-    kept: Kept | None = None,
-    shards: LatentShards | None = None,
-) -> Tensor:
-    """`mcore_dsa.sparse_attention` for arguments that fit, of rows that are located."""
-    budget, tail_slots = selection_BSK.shape[2], layout.pool_size - 1 if always_select_tail else 0
-    item = _Item(q_SBHC.shape[2], kv_TBC.shape[2], q_SBHC.dtype, kv_TBC.dtype)
-    slots = round_up(budget * layout.pool_size + tail_slots, LANES)
-    smallest = item.workspace(layout.batch, slots, backward=True).nbytes
-    if attend_bytes < smallest:
-        raise ValueError(
-            f"attend_bytes is {attend_bytes}; accepted are at least {smallest}, which hold one row of "
-            f"{layout.batch} samples with {slots} token slots (padded)"
-        )
-    classes = slot_classes(bounds, budget=budget, pool_size=layout.pool_size, tail_slots=tail_slots)
-    shards = LatentShards(lambda kv: kv, lambda grad: grad) if shards is None else shards
-    call = _Call(item, layout, classes, tail_slots, softmax_scale, attend_bytes, shards)
-    kept = Kept(selection_BSK, lambda selection: selection) if kept is None else kept
-    out_SBHC: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q_SBHC, kv_TBC, selection_BSK, bounds, call, kept
-    )
-    return out_SBHC
+    call: AttentionCall,
+    saved: tuple[Tensor, ...],
+    out_grad_SBHC: Tensor,
+    q_grad_SBHC: Tensor | None,
+    sum_XC: Tensor | None,
+) -> None:
+    items = _Items.of(q_SBHC, kv_TBC, selection_BSK, call)
+    if q_grad_SBHC is not None:
+        q_grad_SBHC.zero_()
+
+    def work(chunk: _Chunk) -> None:
+        chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
+        chunk.differentiate(out_grad_SBHC)
+        if q_grad_SBHC is not None:
+            chunk.mix(chunk.logit_grad_IHW).mul_(call.softmax_scale)
+            chunk.store_mixed(q_grad_SBHC)
+        if sum_XC is not None:
+            _add_in_row_order(sum_XC, chunk.slots, chunk.latent_grad())
+
+    items.each_chunk(work, backward=True)
 
 
 def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
@@ -120,132 +125,61 @@ class _Item:
         )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What both passes of one call know beside the tensors that autograd saves."""
+@dataclass(frozen=True, eq=False)
+class _Items:
+    """The items of a call in their classes."""
 
     item: _Item
-    layout: PoolLayout
     classes: tuple[SlotClass, ...]
     tail_slots: int
-    softmax_scale: float
-    attend_bytes: int
-    shards: LatentShards
+    kv_TBC: Tensor
+    selection_BSK: Tensor
+    call: AttentionCall
 
-    def chunks(self, group: SlotClass) -> tuple[Tensor, ...]:
+    @classmethod
+    def of(cls, q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall) -> _Items:
+        budget, pool_size = selection_BSK.shape[2], call.layout.pool_size
+        tail_slots = pool_size - 1 if call.always_select_tail else 0
+        item = _Item(q_SBHC.shape[2], kv_TBC.shape[2], q_SBHC.dtype, kv_TBC.dtype)
+        slots = round_up(budget * pool_size + tail_slots, LANES)
+        smallest = item.workspace(call.layout.batch, slots, backward=True).nbytes
+        if call.attend_bytes < smallest:
+            raise ValueError(
+                f"attend_bytes is {call.attend_bytes}; accepted are at least {smallest}, which hold one row of "
+                f"{call.layout.batch} samples with {slots} token slots (padded)"
+            )
+        classes = slot_classes(call.bounds, budget=budget, pool_size=pool_size, tail_slots=tail_slots)
+        return cls(item, classes, tail_slots, kv_TBC, selection_BSK, call)
+
+    def each_chunk(self, work: Callable[[_Chunk], None], *, backward: bool) -> None:
+        """Call `work` on all items, chunk by chunk. What a class holds is free before the next one takes its own."""
+        with full_precision(self.kv_TBC.device.type):
+            for group in self.classes:
+                self._each_chunk_of_class(group, work, backward=backward)
+
+    def _each_chunk_of_class(self, group: SlotClass, work: Callable[[_Chunk], None], *, backward: bool) -> None:
+        chunks = self._chunks(group)
+        held = self.item.workspace(len(chunks[0]), group.slots, backward=backward).allocate(self.kv_TBC.device)
+        token_IW, unused_IW = held.pop("token_IW"), held.pop("unused_IW")
+        for item_I in chunks:
+            count = len(item_I)
+            slots = Slots.place(
+                token_IW[:count],
+                unused_IW[:count],
+                self.selection_BSK,
+                self.call.layout,
+                self.call.bounds,
+                item_I,
+                pools=group.pools,
+                tail_slots=self.tail_slots,
+            )
+            work(_Chunk(item_I, slots, **{name: buffer[:count] for name, buffer in held.items()}))
+
+    def _chunks(self, group: SlotClass) -> tuple[Tensor, ...]:
         """The items of a class, as many at a time as backward, the greedier pass, can hold."""
         fixed, one = (self.item.workspace(items, group.slots, backward=True).nbytes for items in (0, 1))
-        chunks: tuple[Tensor, ...] = group.item_I.split((self.attend_bytes - fixed) // (one - fixed))
+        chunks: tuple[Tensor, ...] = group.item_I.split((self.call.attend_bytes - fixed) // (one - fixed))
         return chunks
-
-
-class _SparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q_SBHC: Tensor, kv_LBC: Tensor, selection_BSK: Tensor, bounds: RowBounds, call: _Call, kept: Kept
-    ) -> Tensor:
-        kv_TBC = call.shards.gather(kv_LBC)
-        out_SBHC = q_SBHC.new_zeros(q_SBHC.shape)
-        fault_2 = find_faults(selection_BSK, bounds, call.attend_bytes)
-
-        def work(chunk: _Chunk) -> None:
-            chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
-            chunk.mix(chunk.weights_IHW)
-            chunk.store_mixed(out_SBHC)
-
-        _each_chunk(call, kv_TBC, selection_BSK, bounds, work, backward=False)
-        unseen, disordered = fault_2.cpu()
-        raise_if_unseen(unseen)
-        if bool(disordered):
-            raise ValueError("selection_BSK repeats or disorders pool ids; accepted are ascending ids, -1 behind them")
-        # Backward looks the tokens up once more. `ctx` could hold bounds and layout as objects; saved, they go by their
-        # versions, so that one that is written in place between the passes is an error and not a wrong gradient. The
-        # table of pools is saved for that alone: `call.layout` holds it.
-        ctx.save_for_backward(
-            q_SBHC,
-            kv_LBC,
-            kept.selection_BOK,
-            call.layout.pool_token_BP,
-            bounds.position_S,
-            bounds.first_BS,
-            bounds.visible_BS,
-            bounds.tail_BS,
-        )
-        ctx.call, ctx.restore = call, kept.restore
-        return out_SBHC
-
-    @staticmethod
-    @once_differentiable
-    @ranged("attention")
-    def backward(ctx: Any, out_grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBHC, kv_LBC, selection_BOK, _, *of_rows = ctx.saved_tensors
-        call: _Call = ctx.call
-        kv_TBC = call.shards.gather(kv_LBC)
-        bounds, selection_BSK = RowBounds(*of_rows), ctx.restore(selection_BOK)
-        tokens, batch, channels = kv_TBC.shape
-        q_grad_SBHC = q_SBHC.new_zeros(q_SBHC.shape) if ctx.needs_input_grad[0] else None
-        # One row more than kv: there goes what items without tokens contribute.
-        sum_XC = (
-            kv_TBC.new_zeros(tokens * batch + 1, channels, dtype=call.item.dtype) if ctx.needs_input_grad[1] else None
-        )
-
-        def work(chunk: _Chunk) -> None:
-            chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
-            chunk.differentiate(out_grad_SBHC)
-            if q_grad_SBHC is not None:
-                chunk.mix(chunk.logit_grad_IHW).mul_(call.softmax_scale)
-                chunk.store_mixed(q_grad_SBHC)
-            if sum_XC is not None:
-                _add_in_row_order(sum_XC, chunk.slots, chunk.latent_grad())
-
-        _each_chunk(call, kv_TBC, selection_BSK, bounds, work, backward=True)
-        if sum_XC is None:
-            return q_grad_SBHC, None, None, None, None, None
-        kv_grad_TBC = sum_XC[:-1].unflatten(0, (tokens, batch)).to(kv_TBC.dtype)
-        return q_grad_SBHC, call.shards.reduce(kv_grad_TBC), None, None, None, None
-
-
-def _each_chunk(
-    call: _Call,
-    kv_TBC: Tensor,
-    selection_BSK: Tensor,
-    bounds: RowBounds,
-    work: Callable[[_Chunk], None],
-    *,
-    backward: bool,
-) -> None:
-    """Call `work` on all items, chunk by chunk. What a class holds is free before the next one takes its own."""
-    with full_precision(kv_TBC.device.type):
-        for group in call.classes:
-            _each_chunk_of_class(call, group, kv_TBC, selection_BSK, bounds, work, backward=backward)
-
-
-def _each_chunk_of_class(
-    call: _Call,
-    group: SlotClass,
-    kv_TBC: Tensor,
-    selection_BSK: Tensor,
-    bounds: RowBounds,
-    work: Callable[[_Chunk], None],
-    *,
-    backward: bool,
-) -> None:
-    chunks = call.chunks(group)
-    held = call.item.workspace(len(chunks[0]), group.slots, backward=backward).allocate(kv_TBC.device)
-    token_IW, unused_IW = held.pop("token_IW"), held.pop("unused_IW")
-    for item_I in chunks:
-        count = len(item_I)
-        slots = Slots.place(
-            token_IW[:count],
-            unused_IW[:count],
-            selection_BSK,
-            call.layout,
-            bounds,
-            item_I,
-            pools=group.pools,
-            tail_slots=call.tail_slots,
-        )
-        work(_Chunk(item_I, slots, **{name: buffer[:count] for name, buffer in held.items()}))
 
 
 @dataclass(frozen=True)
