@@ -134,7 +134,10 @@ def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None
         assert {said[0] for said in seen["log"]} == {"INFO"}
         for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
             assert part in line[1]
-        assert kernels[1] == "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset)"
+        assert kernels[1] == (
+            "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset; "
+            "not triton: device is cpu; accepted is cuda)"
+        )
         assert "attends on each rank its heads of every row (default, MCORE_DSA_ATTEND_SHARD is unset)" in attends[1]
         for part in ("MCORE_DSA_SCORE_BYTES 256MiB (default)", "MCORE_DSA_OVERLAP on (default)", "_STORE_BYTES 8GiB"):
             assert part in others[1]

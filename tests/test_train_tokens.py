@@ -1,5 +1,6 @@
 """Token ids in place of bytes: of a tokenizer, and of Megatron's indexed data sets."""
 
+import tempfile
 from itertools import accumulate
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from harness import run_ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -56,20 +57,23 @@ def test_text_is_read_as_the_ids_of_a_tokenizer_file_by_file(tokenizer: str, tmp
     assert documents_of(read_corpus([str(tmp_path)], max_bytes=7, tokenizer=tokenizer)) == [[0, 2, 3]]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(
-    st.lists(
+    sets=st.lists(
         st.lists(st.lists(st.integers(0, 60_000), min_size=3, max_size=9), min_size=1, max_size=4),
         min_size=1,
         max_size=3,
     ),
-    st.sampled_from([np.uint16, np.int32, np.int64]),
-    st.integers(2, 200),
+    dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
+    tokens=st.integers(2, 200),
 )
-def test_indexed_data_sets_are_read_document_by_document(
-    sets: list[list[list[int]]], dtype: type, tokens: int, tmp_path: Path
-) -> None:
-    names = [write_indexed(tmp_path / f"set{number}", documents, dtype) for number, documents in enumerate(sets)]
+def test_indexed_data_sets_are_read_document_by_document(sets: list[list[list[int]]], dtype: type, tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        names = [write_indexed(Path(folder, str(place)), documents, dtype) for place, documents in enumerate(sets)]
+        assert_read(names, sets, dtype, tokens)
+
+
+def assert_read(names: list[str], sets: list[list[list[int]]], dtype: type, tokens: int) -> None:
     every = [document for documents in sets for document in documents]
     size = np.dtype(dtype).itemsize
     corpus = read_corpus(names, max_bytes=1 << 20)
@@ -82,6 +86,8 @@ def test_indexed_data_sets_are_read_document_by_document(
     assert part.tokens.tolist() == corpus.tokens.tolist()[:tokens]
 
 
+# Megatron's reader ends with an error of its own where it could not begin.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ids_that_cannot_be_read_are_refused(tokenizer: str, tmp_path: Path) -> None:
     good, text = write_indexed(tmp_path / "good", [[1, 2, 3]]), tmp_path / "text.txt"
     text.write_text("the way")

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 
 from mcore_dsa import __version__
-from mcore_dsa.backends import resolve
+from mcore_dsa.backends import Target, choose
 from mcore_dsa.cli.outcome import Outcome, table
 from mcore_dsa.settings import read_settings
 
@@ -25,11 +25,12 @@ _PURPOSES = {
     "tokenizer": "training on the ids of a tokenizer.json",
     "wandb": "logging to Weights & Biases",
     "te": "Transformer Engine's norms and linear layers; the local ones stand in",
+    "triton": "kernels on GPUs; torch operations stand in",
     "hf": "Hugging Face checkpoints, records of selections",
     "plot": "pictures of plan and report",
 }
-# GLM-5.3-Flash's, whose scores the contract is measured on.
-_HEADS, _DIM = 32, 128
+# GLM-5.3-Flash's.
+_HEADS, _DIM, _CHANNELS = 32, 128, 512
 
 
 def doctor() -> Outcome:
@@ -81,7 +82,6 @@ def _libraries() -> Iterator[Report]:
             belongs = wanted and (requirement.marker is None) == (extra == "")
             if belongs and requirement.name != _DISTRIBUTION:
                 yield _library(requirement, extra)
-    yield _library(Requirement("triton"), "")
 
 
 def _library(requirement: Requirement, extra: str) -> Report:
@@ -127,18 +127,23 @@ def _device() -> Report:
 
 
 def _runs(device: torch.device) -> tuple[Report, list[str]]:
-    """What would compute and exchange here; a fault where this device cannot keep the selection contract."""
+    """What would compute and exchange here for GLM-5.3-Flash in BF16; a fault where the kernels asked for cannot run,
+    or the device cannot keep the selection contract.
+    """
     settings = read_settings()
-    backend = resolve(settings.kernels.value)
+    target = Target.of(device, torch.bfloat16, heads=_HEADS, dim=_DIM, channels=_CHANNELS)
+    choice = choose(settings.kernels.value, target)
     runs: Report = {
         "device": device.type,
-        "kernels": backend.name,
-        "why": settings.kernels.reason,
+        "kernels": choice.backend.name,
+        "why": "; ".join(filter(None, (settings.kernels.reason, choice.reason))),
         "collectives": "nccl" if device.type == "cuda" else "gloo",
         "bits": None,
     }
+    if choice.fault:
+        return runs, [choice.fault]
     try:
-        runs["bits"] = backend.fingerprint(device, _HEADS, _DIM)
+        runs["bits"] = choice.backend.fingerprint(device, _HEADS, _DIM)
     except RuntimeError as error:
         return runs, [f"the selection contract is not kept on {device.type}: {error}"]
     return runs, []

@@ -61,11 +61,11 @@ def selection_map(record: SelectionRecord) -> bytes:
     layers = [round(panel * (record.layers - 1) / max(count - 1, 1)) for panel in range(count)]
     figure = Figure(figsize=(3.4 * count + 0.6, 3.7), layout="constrained", facecolor="white")
     shades = LinearSegmentedColormap.from_list("selected", ["#edf2fb", "#9dbcf0", COLOURS[0], "#0f2f6b"])
-    shades.set_bad("white")
+    shades = shades.with_extremes(bad="white")
     length = max(record.lengths)
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     for axes, layer in zip(panels, layers, strict=True):
-        share = selected_share(record, layer)
+        share = selected_share(record, layer).numpy()
         extent = (0, length // record.pool_size, length, 0)
         image = axes.imshow(share, cmap=shades, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest")
         _plain(axes, grid=False)
