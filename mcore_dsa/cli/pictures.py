@@ -60,8 +60,8 @@ def selection_map(record: SelectionRecord) -> bytes:
     count = min(PANELS, record.layers)
     layers = [round(panel * (record.layers - 1) / max(count - 1, 1)) for panel in range(count)]
     figure = Figure(figsize=(3.4 * count + 0.6, 3.7), layout="constrained", facecolor="white")
-    shades = LinearSegmentedColormap.from_list("selected", ["#edf2fb", "#9dbcf0", COLOURS[0], "#0f2f6b"])
-    shades = shades.with_extremes(bad="white")
+    blues = LinearSegmentedColormap.from_list("selected", ["#edf2fb", "#9dbcf0", COLOURS[0], "#0f2f6b"])
+    shades = blues.with_extremes(bad="white")
     length = max(record.lengths)
     panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     for axes, layer in zip(panels, layers, strict=True):

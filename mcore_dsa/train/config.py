@@ -268,28 +268,10 @@ def build_parser() -> ArgumentParser:
         help="A Hugging Face tokenizer.json whose ids are the tokens of text, null for its bytes.",
     )
     parser.add_argument(
-        "--pack",
-        action=ActionYesNo(no_prefix="no-"),
-        required=True,
-        help="Train on packs of whole files that do not attend to each other, and not on windows of one text.",
-    )
-    parser.add_argument(
         "--document_multiple",
         type=PositiveInt,
         required=True,
         help="Tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.",
-    )
-    parser.add_argument(
-        "--resume",
-        action=ActionYesNo(no_prefix="no-"),
-        required=True,
-        help="Continue from the latest checkpoint in run_dir.",
-    )
-    parser.add_argument(
-        "--compare-unsharded",
-        action=ActionYesNo(no_prefix="no-"),
-        required=True,
-        help="Run the same steps again with the indexer unsharded and compare every loss.",
     )
     parser.add_argument(
         "--load_hf",
@@ -298,17 +280,19 @@ def build_parser() -> ArgumentParser:
         default=None,
         help="Folder of a Hugging Face checkpoint to take the attention's weights from, null for none.",
     )
-    parser.add_argument(
-        "--profile",
-        action=ActionYesNo(no_prefix="no-"),
-        required=True,
-        help="Write a trace of the second step that this process does, of each rank, to <run_dir>/profile.",
-    )
+    for switch, text in _SWITCHES.items():
+        parser.add_argument(switch, action=ActionYesNo(no_prefix="no-"), required=True, help=text)
     for name, group in _GROUPS.items():
         parser.add_class_arguments(group, name)
     return parser
 
 
+_SWITCHES = {
+    "--pack": "Train on packs of whole files that do not attend to each other, and not on windows of one text.",
+    "--resume": "Continue from the latest checkpoint in run_dir.",
+    "--compare-unsharded": "Run the same steps again with the indexer unsharded and compare every loss.",
+    "--profile": "Write a trace of the second step that this process does, of each rank, to <run_dir>/profile.",
+}
 _GROUPS = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
