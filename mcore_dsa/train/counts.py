@@ -27,7 +27,7 @@ class RankCounts:
         exchange_us: in the collectives of selection and attention, backward and waiting for slower ranks included.
         exchange_bytes: received in them.
         scored_pairs: (row, pool) pairs scored.
-        verified_rows: rows whose selection was made again and compared.
+        verified_rows: rows of other ranks whose selection was made again here and compared.
     """
 
     indexer_us: int
@@ -44,8 +44,7 @@ class RankCounts:
             exchange_us=round(1e6 * traffic.seconds),
             exchange_bytes=traffic.received_bytes,
             scored_pairs=sum(attention.counters.scored_pairs for attention in attentions),
-            # Until sources verify.
-            verified_rows=0,
+            verified_rows=sum(attention.counters.verified_rows for attention in attentions),
         )
 
     def since(self, before: Self) -> Self:
