@@ -41,8 +41,8 @@ def full_precision(device_type: str) -> Iterator[None]:
 
 
 def product_precision(device_type: str, operands: torch.dtype) -> AbstractContextManager[object]:
-    """`full_precision` for fp32 operands; for others, of whose fp32 sums no switch takes anything, autocast off."""
-    return full_precision(device_type) if operands == torch.float32 else torch.autocast(device_type, enabled=False)
+    """`full_precision`; for operands of bf16 summed in fp32, which no switch concerns, autocast off alone."""
+    return torch.autocast(device_type, enabled=False) if operands == torch.bfloat16 else full_precision(device_type)
 
 
 def _pin_products() -> Callable[[], None] | None:

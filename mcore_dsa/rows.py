@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import get_args
 
+from mcore_dsa.hf_config import shown
 from mcore_dsa.settings import Partition
+
+# Python measures ranges with 63 bits.
+_ROWS = 2**62
+_RANKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -306,12 +311,16 @@ def _equal_slices(num_rows: int, parts: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
+def check_ranks(name: str, value: int) -> None:
+    """Refuse anything but a number of ranks, of which tables are made: an integer from 1 to 65,536."""
+    if not _integers(value) or not 1 <= value <= _RANKS:
+        raise ValueError(f"{name} is {shown(value)}; accepted is an integer >= 1, at most {_RANKS}")
+
+
 def _check_sizes(num_rows: int, group_size: int) -> None:
-    if not _integers(num_rows, group_size) or num_rows < 0 or group_size < 1:
-        raise ValueError(
-            f"num_rows is {num_rows!r} and group_size {group_size!r}; accepted are num_rows >= 0 and group_size >= 1, "
-            "integers"
-        )
+    check_ranks("group_size", group_size)
+    if not _integers(num_rows) or not 0 <= num_rows < _ROWS:
+        raise ValueError(f"num_rows is {shown(num_rows)}; accepted is an integer >= 0, below 2**62")
 
 
 def _integers(*values: object) -> bool:

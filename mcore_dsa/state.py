@@ -30,6 +30,9 @@ from mcore_dsa.eager import uncompiled
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.settings import DEFAULT_SCORE_BYTES
 
+# Token ids of all sequences together are int32.
+_IDS = 2**31
+
 
 class IndexerState:
     """The index cache of a batch of sequences, of one layer.
@@ -62,13 +65,17 @@ class IndexerState:
         self._capacity, self._rewind_window = capacity, rewind_window
         (pool_size, dim), device = ape_JD.shape, ape_JD.device
         self._pool_size, self._pools = pool_size, -(-capacity // pool_size)
+        tokens = batch * self._pools * pool_size
+        if tokens > _IDS:
+            raise ValueError(
+                f"capacity is {capacity} for a batch of {batch}; accepted are at most {_IDS} tokens in all, whole pools"
+            )
         recent = max(1, rewind_window + pool_size - 1)
         self._pool_key_BPD = torch.empty(batch, self._pools, dim, dtype=dtype, device=device)
         # Token t of a sequence in place t % R, keys then gates.
         self._recent_2BRD = torch.empty(2, batch, recent, dim, dtype=dtype, device=device)
         # Sequences as segments of one sample: their rows stand at tokens of their own, and go through one selection.
         begin = torch.arange(batch, device=device).unsqueeze(0) * (self._pools * pool_size)
-        tokens = batch * self._pools * pool_size
         self._layout = PoolLayout.from_segments(
             begin, begin + self._pools * pool_size, num_tokens=tokens, pool_size=pool_size
         )

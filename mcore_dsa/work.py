@@ -15,8 +15,10 @@ from typing import get_args
 import torch
 
 from mcore_dsa.backends import resolve
+from mcore_dsa.checks import check_bytes, check_positive, check_sequence
 from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.rows import PackWork, RowPartition, overlap, partition_rows
+from mcore_dsa.hf_config import shown
+from mcore_dsa.rows import PackWork, RowPartition, check_ranks, overlap, partition_rows
 from mcore_dsa.settings import DEFAULT_SCORE_BYTES, Partition
 from mcore_dsa.sharded import GATHERS_HELD, OVERLAP_ROWS
 
@@ -149,9 +151,13 @@ def selection_work(
     Under context parallelism a rank has chunks c and `2 * CP - 1 - c` of each document, and the keys of all: the ranks
     are those of the tensor-parallel group with the most scored pairs.
 
-    Raises: ValueError for lengths or sizes that `PackWork` and `RowPartition` refuse, for a document whose length is no
-    multiple of `2 * context_size`, and for a partition that is none of `CONTEXT_PARTITIONS` with more than one.
+    Raises: TypeError for arguments of another kind; ValueError for lengths or sizes that `PackWork` and `RowPartition`
+    refuse, for a document whose length is no multiple of `2 * context_size`, and for a partition that is none of
+    `CONTEXT_PARTITIONS` with more than one.
     """
+    _check_request(lengths, geometry, context_size)
+    check_positive("elem_bytes", elem_bytes)
+    check_bytes("score_bytes", score_bytes)
     heads, dim, budget = geometry.index_n_heads, geometry.index_head_dim, geometry.pool_budget
     work = PackWork(tuple(lengths), geometry.index_kpool, budget)
     if context_size > 1 and partition not in CONTEXT_PARTITIONS:
@@ -210,7 +216,11 @@ def _rank_work(rank: int, all_rows: int, held: Held, owned: RowPartition, sizes:
 def best_partition(
     lengths: Sequence[int], geometry: DsaGeometry, *, group_size: int, context_size: int = 1
 ) -> Partition:
-    """The partition to set for packs like `lengths`: of those even enough, the one that moves least."""
+    """The partition to set for packs like `lengths`: of those even enough, the one that moves least.
+
+    Raises: as `selection_work`.
+    """
+    _check_request(lengths, geometry, context_size)
     candidates = [
         selection_work(lengths, geometry, group_size=group_size, partition=partition, context_size=context_size)
         for partition in (get_args(Partition) if context_size == 1 else CONTEXT_PARTITIONS)
@@ -219,3 +229,10 @@ def best_partition(
     bound = _EVEN_ENOUGH * min(work.busiest_over_mean for work in candidates)
     even = [work for work in candidates if work.busiest_over_mean <= bound]
     return min(even, key=lambda work: sum(rank.received_bytes for rank in work.ranks)).partition
+
+
+def _check_request(lengths: Sequence[int], geometry: DsaGeometry, context_size: int) -> None:
+    check_sequence("lengths", lengths)
+    if not isinstance(geometry, DsaGeometry):
+        raise TypeError(f"geometry is {shown(geometry)}; accepted is a DsaGeometry")
+    check_ranks("context_size", context_size)

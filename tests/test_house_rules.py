@@ -19,6 +19,7 @@ ORDER = (
     "precision",
     "eager",
     "checks",
+    "files",
     "workspace",
     "rows",
     "kpool",

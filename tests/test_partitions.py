@@ -74,9 +74,9 @@ def test_bad_partitions_are_refused() -> None:
     ):
         partition_rows("striped", 4, 2, [4], pool_size=4, budget=1)  # type: ignore[arg-type]
     for make in (RowPartition.contiguous, RowPartition.zigzag):
-        with pytest.raises(ValueError, match="accepted are num_rows >= 0 and group_size >= 1"):
+        with pytest.raises(ValueError, match=r"(num_rows|group_size) is .*; accepted is an integer >= "):
             make(4, 0)
-        with pytest.raises(ValueError, match="accepted are num_rows >= 0 and group_size >= 1"):
+        with pytest.raises(ValueError, match=r"(num_rows|group_size) is .*; accepted is an integer >= "):
             make(-1, 2)
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=rf"rank is {rank}; accepted is 0 <= rank < 2"):

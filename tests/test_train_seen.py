@@ -107,6 +107,11 @@ def test_traces_and_sinks_take_the_numbers_of_a_run_which_survives_them(tmp_path
         assert {f"mcore_dsa.{name}" for name in get_args(Range)} <= {event.get("name") for event in events}
     assert list((run_dir / "tensorboard").glob("events.*"))
     assert_told(tmp_path / "wandb", metrics(run_dir))
+    # The only step of a run, done while the earlier run is still in its folder.
+    one_step = "--parallel.tensor 1 --training.steps 1 --training.warmup_steps 0 --training.decay_steps 1"
+    run_ranks(run, 1, tiny(run_dir, "--profile", one_step))
+    assert [path.name for path in (run_dir / "profile").iterdir()] == ["rank_0.json.gz"]
+    assert len(list((tmp_path / "watched.1/profile").iterdir())) == 2
 
 
 def assert_told(log: Path, lines: Sequence[dict[str, Any]]) -> None:

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from harness import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from train_runs import metrics, run, tiny
+from train_runs import metrics, run, tiny, write_indexed
 
 from mcore_dsa.train.data import Corpus, read_corpus
 
@@ -28,17 +26,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     words.save(str(path))
     return str(path)
-
-
-def write_indexed(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> str:
-    """Each document in two sequences, as a splitter of sentences would leave it."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for document in documents:
-        builder.add_item(torch.tensor(document[:2]))
-        builder.add_item(torch.tensor(document[2:]))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
 
 
 def documents_of(corpus: Corpus) -> list[list[int]]:

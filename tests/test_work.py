@@ -179,7 +179,7 @@ def test_a_million_tokens_on_64_ranks_take_less_than_a_second() -> None:
 
 def test_bad_sizes_are_refused() -> None:
     geometry = small_geometry()
-    with pytest.raises(ValueError, match="group_size 0"):
+    with pytest.raises(ValueError, match="group_size is 0; accepted is an integer >= 1"):
         selection_work([8], geometry, group_size=0, partition="contiguous")
     with pytest.raises(ValueError, match=r"a least of -1"):
         selection_work([-1], geometry, group_size=2, partition="off")

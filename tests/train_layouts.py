@@ -101,7 +101,8 @@ def restore(trainer: Any, run_dir: Path) -> None:
     """All of it; of a model with experts the weights alone, for Megatron cannot load its optimizer on other ranks."""
     from megatron.core import dist_checkpointing
 
-    from mcore_dsa.train.checkpointing import latest_checkpoint, load_checkpoint
+    from mcore_dsa.train.checkpointing import load_checkpoint
+    from mcore_dsa.train.stored import latest_checkpoint
 
     checkpoint = latest_checkpoint(run_dir)
     if trainer.config.model.num_moe_experts is None:

@@ -74,7 +74,7 @@ class Agreement:
             [now != self._agreed, lacks, number, -number], self._groups, query_SBHC.device
         )
         if changed or most != -least:
-            faults, told = [*self._settings.faults, *_learning(indexer)], {}
+            faults, told = [*self._settings.faults, *_learning(indexer), *_not_finite(indexer)], {}
             faults += [self._kernels.fault] if self._kernels.fault else []
             try:
                 faults += self._budget_faults(query_SBHC, backend, indexer)
@@ -182,3 +182,9 @@ class Agreement:
 def _learning(indexer: KPoolDSAIndexer) -> list[str]:
     names = [name for name, parameter in indexer.named_parameters() if parameter.requires_grad]
     return [f"requires_grad is True on the indexer's {', '.join(names)}; accepted is False, frozen"] if names else []
+
+
+def _not_finite(indexer: KPoolDSAIndexer) -> list[str]:
+    """Scores of such weights rank below all others, so that nothing else would tell of them."""
+    names = [name for name, parameter in indexer.named_parameters() if not parameter.isfinite().all()]
+    return [f"the indexer's {', '.join(names)} is not finite; accepted are finite weights"] if names else []

@@ -146,9 +146,11 @@ class CheckpointConfig:
 
     Attributes:
         save_every: steps between two checkpoints, 0 for only the one at the end.
+        keep: newest checkpoints to keep, older ones are removed; null keeps all.
     """
 
     save_every: NonNegativeInt
+    keep: PositiveInt | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +199,9 @@ class JobConfig:
         pack: whether a sample holds whole files, one after the other, that do not attend to each other, or a window of
             one text.
         document_multiple: tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.
-        resume: whether to continue from the latest checkpoint in run_dir.
+        resume: whether to continue from the latest checkpoint in run_dir; auto does where there is one that is whole,
+            and starts a run where there is none.
+        resume_from: step whose checkpoint in run_dir to continue from in place of the latest, null for none.
         compare_unsharded: whether to run the same steps again with the indexer unsharded and compare every loss.
         load_hf: folder of a Hugging Face checkpoint whose DSA layers give the model's attention its initial weights,
             null for random ones.
@@ -211,7 +215,8 @@ class JobConfig:
     tokenizer: str | None
     pack: bool
     document_multiple: PositiveInt
-    resume: bool
+    resume: bool | Literal["auto"]
+    resume_from: PositiveInt | None
     compare_unsharded: bool
     load_hf: str | None
     profile: bool
@@ -273,6 +278,7 @@ def build_parser() -> ArgumentParser:
         required=True,
         help="Tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.",
     )
+    _add_resuming(parser)
     parser.add_argument(
         "--load_hf",
         "--load-hf",
@@ -289,7 +295,6 @@ def build_parser() -> ArgumentParser:
 
 _SWITCHES = {
     "--pack": "Train on packs of whole files that do not attend to each other, and not on windows of one text.",
-    "--resume": "Continue from the latest checkpoint in run_dir.",
     "--compare-unsharded": "Run the same steps again with the indexer unsharded and compare every loss.",
     "--profile": "Write a trace of the second step that this process does, of each rank, to <run_dir>/profile.",
 }
@@ -303,6 +308,24 @@ _GROUPS = {
 }
 
 
+def _add_resuming(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        type=bool | Literal["auto"],
+        nargs="?",
+        const=True,
+        required=True,
+        help="Continue from the latest checkpoint in run_dir; auto starts a run where there is none to continue from.",
+    )
+    parser.add_argument(
+        "--resume_from",
+        "--resume-from",
+        type=PositiveInt | None,
+        default=None,
+        help="Step whose checkpoint in run_dir to continue from in place of the latest, null for none.",
+    )
+
+
 def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
     """The run that a command line asks for; a bad one ends the process with status 2 and the field's name.
 
@@ -310,6 +333,10 @@ def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
         arguments: the command line without the program's name, by default this process's own.
     """
     parser = build_parser()
-    values = parser.instantiate(parser.parse_args(arguments))
+    try:
+        values = parser.instantiate(parser.parse_args(arguments))
+    except (RuntimeError, ValueError) as error:
+        # What jsonargparse makes of a mapping in place of a list, and of a file that is not UTF-8.
+        parser.error(f"the configuration cannot be read: {error}")
     del values["config"]
     return JobConfig(**dict(values.items(branches=False)))

@@ -6,7 +6,10 @@ Limits of a single field are in its type; what the attention accepts is up to it
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.util import find_spec
+from typing import Any
 
 from mcore_dsa.train.config import JobConfig
 
@@ -26,6 +29,7 @@ def faults_of(config: JobConfig, world_size: int) -> list[str]:
         *_pack_faults(config),
         *_schedule_faults(config),
         *_job_faults(config),
+        *_infinities(asdict(config)),
     ]
 
 
@@ -189,10 +193,12 @@ def _job_faults(config: JobConfig) -> list[str]:
     faults = []
     if config.compare_unsharded and config.parallel.tensor == 1:
         faults.append("compare_unsharded is true; accepted with parallel.tensor 1 is false: nothing is sharded")
-    if config.load_hf is not None and config.resume:
+    if config.load_hf is not None and (config.resume is True or config.resume_from is not None):
         faults.append(
             f"load_hf is {config.load_hf!r}; accepted with resume true is null: the run's checkpoint has it all"
         )
+    if config.resume == "auto" and config.resume_from is not None:
+        faults.append(f"resume_from is {config.resume_from}; accepted with resume auto is null")
     return faults + _watching_faults(config)
 
 
@@ -208,4 +214,14 @@ def _watching_faults(config: JobConfig) -> list[str]:
         faults.append(
             f"logging.wandb is {logging.wandb!r}; accepted without wandb is null: pip install 'mcore-dsa[wandb]'"
         )
+    return faults
+
+
+def _infinities(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
+    faults = []
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            faults += _infinities(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            faults.append(f"{prefix}{name} is {value}; accepted is a finite number")
     return faults

@@ -21,22 +21,20 @@ from megatron.core import parallel_state
 from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
-from mcore_dsa.train.checkpointing import (
-    Checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    resume_faults,
-    save_checkpoint,
-)
+from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults, save_checkpoint
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
 from mcore_dsa.train.faults import faults_of
-from mcore_dsa.train.loop import StepReport, Trainer
+from mcore_dsa.train.finite import refuse_not_finite
+from mcore_dsa.train.loop import Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
-from mcore_dsa.train.probes import Probes, profiled
-from mcore_dsa.train.report import METRICS, RunLog, Summary
+from mcore_dsa.train.probes import Probes
+from mcore_dsa.train.report import RunLog, Summary
+from mcore_dsa.train.run_dir import METRICS, RunDir, owned, refuse_something_else
 from mcore_dsa.train.samples import Packs, Windows, samples_of
+from mcore_dsa.train.stored import Checkpoint, find_start, rewind
+from mcore_dsa.train.together import told_to_every_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -50,8 +48,7 @@ class Job:
         corpus: its text.
         samples: what it reads of it.
         evaluation: what it is evaluated on, and the digest of that, both None for nothing.
-        start: the checkpoint to continue from, None for a fresh run.
-        pretrained: the Hugging Face checkpoint to start from, None for random weights or where `start` has them.
+        pretrained: the Hugging Face checkpoint whose weights a fresh run starts from, None for random ones.
     """
 
     config: JobConfig
@@ -59,13 +56,7 @@ class Job:
     samples: Windows | Packs
     evaluation: Windows | Packs | None
     evaluation_digest: str | None
-    start: Checkpoint | None
     pretrained: CheckpointBinding | None
-
-    @property
-    def run_dir(self) -> Path:
-        """Where everything goes."""
-        return Path(self.config.run_dir)
 
 
 def prepare(config: JobConfig, world_size: int) -> Job:
@@ -90,24 +81,13 @@ def prepare(config: JobConfig, world_size: int) -> Job:
                 f"evaluation.batches is {config.evaluation.batches}, {needed} samples; accepted are at most the "
                 f"{len(evaluation)} samples of evaluation.data"
             )
-    run_dir = Path(config.run_dir)
-    start = None
-    if config.resume:
-        start = latest_checkpoint(run_dir)
-        faults = resume_faults(start, config, corpus.digest)
-        if faults:
-            raise ValueError("\n".join(faults))
-    elif run_dir.exists() and not (run_dir.is_dir() and (_is_run(run_dir) or not any(run_dir.iterdir()))):
-        raise ValueError(
-            f"run_dir is {config.run_dir!r}, which holds something else; accepted is a new or empty folder, or a run's"
-        )
+    refuse_something_else(Path(config.run_dir))
     return Job(
         config=config,
         corpus=corpus,
         samples=samples,
         evaluation=evaluation,
         evaluation_digest=None if evaluated is None else evaluated.digest,
-        start=start,
         pretrained=pretrained,
     )
 
@@ -134,9 +114,11 @@ def _read(field: str, config: JobConfig, paths: list[str]) -> tuple[Corpus, Wind
 def train(job: Job) -> Summary:
     """Run a job; every rank of the default process group has to call this, and gets the same losses.
 
-    A fresh run in the folder of an earlier one sets that one aside under a numbered name.
+    A fresh run in the folder of an earlier one sets that one aside under a numbered name, after its own first step:
+    whatever is refused leaves the earlier run in its place.
 
-    Raises: ValueError where the ranks do not agree on the run, RuntimeError where a gradient is not finite.
+    Raises: ValueError where the ranks do not agree on the run, another job owns its folder, or the checkpoint to resume
+        is not whole or of another run; RuntimeError where a gradient, or a weight to be stored, is not finite.
     """
     parallel = job.config.parallel
     parallel_state.initialize_model_parallel(
@@ -148,17 +130,18 @@ def train(job: Job) -> Summary:
     )
     try:
         _check_agreement(job)
-        if dist.get_rank() == 0:
-            _open_run_dir(job)
-        dist.barrier()
-        result = _run_steps(job, title="train", record=True)
-        identical = None
-        if job.config.compare_unsharded:
-            # The first model, in reference cycles, would stay beside the second.
-            gc.collect()
-            with _partition_off():
-                # A loss that is not a number has ended the run, so equal floats have equal bits.
-                identical = _run_steps(job, title="unsharded", record=False).losses == result.losses
+        with owned(Path(job.config.run_dir)) as run_dir:
+            start = _start_of(job)
+            if start is not None and start.step >= job.config.training.steps:
+                return _nothing_left(job)
+            result = _run_steps(job, start, title="train", run_dir=run_dir)
+            identical = None
+            if job.config.compare_unsharded:
+                # The first model, in reference cycles, would stay beside the second.
+                gc.collect()
+                with _partition_off():
+                    # A loss that is not a number has ended the run, so equal floats have equal bits.
+                    identical = _run_steps(job, start, title="unsharded").losses == result.losses
     finally:
         parallel_state.destroy_model_parallel()
     training = job.config.training
@@ -221,29 +204,50 @@ class _Result:
     flag: str
 
 
-def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
-    """The steps that are left, with the settings of the moment; `record` writes files and checkpoints."""
+def _start_of(job: Job) -> Checkpoint | None:
+    """The checkpoint that the run continues from, None for a fresh one; every rank has to call this."""
+    config = job.config
+    start = find_start(Path(config.run_dir), config.resume, config.resume_from)
+    if start is not None:
+        done = config.resume == "auto" and start.step >= config.training.steps
+        faults = resume_faults(start, config, job.corpus.digest, finished=done)
+        if faults:
+            raise ValueError("\n".join(faults))
+    return start
+
+
+def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDir | None = None) -> _Result:
+    """The steps that are left, with the settings of the moment; what they write goes to `run_dir`, None for nowhere."""
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trainer = Trainer(config, job.samples, device, pretrained=job.pretrained)
-    if job.start is not None:
-        load_checkpoint(trainer, job.start)
+    trainer = Trainer(config, job.samples, device, pretrained=job.pretrained if start is None else None)
+    if start is not None:
+        load_checkpoint(trainer, start)
+    elif job.pretrained is not None:
+        refuse_not_finite(trainer, f"weights of {config.load_hf}")
+    done, save_every = trainer.step, config.checkpoint.save_every
     # A run that is there to be compared looks at nothing by itself.
-    probe = Probes(config, trainer, job.samples, job.evaluation) if record else None
-    reports: list[StepReport] = []
-    profiled_step = min(trainer.step + 2, config.training.steps) if record and config.profile else None
-    save_every = config.checkpoint.save_every
-    with RunLog(config, done=trainer.step, title=title, write=record) if first else nullcontext() as log:
-        while trainer.step < config.training.steps:
-            with profiled(_trace(job) if trainer.step + 1 == profiled_step else None):
-                report = trainer.train_step()
-            reports.append(report if probe is None else probe(report))
+    probe = Probes(config, trainer, job.samples, job.evaluation) if run_dir is not None else None
+    train_step = trainer.train_step if probe is None else probe.train_step
+    # The first step is done before anything on disk is moved: it refuses what only a forward can find.
+    reports = [train_step()]
+    if run_dir is not None:
+        _open_run_dir(job, start, run_dir)
+    with RunLog(config, done=done, title=title, write=run_dir is not None) if first else nullcontext() as log:
+        while True:
+            if probe is not None:
+                reports[-1] = probe(reports[-1])
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps
-            if record and (last or (save_every and trainer.step % save_every == 0)):
-                save_checkpoint(trainer, job.run_dir, job.corpus.digest)
+            if run_dir is not None and (last or (save_every and trainer.step % save_every == 0)):
+                run_dir.check()
+                spare = start.folder if start is not None and config.compare_unsharded else None
+                save_checkpoint(trainer, run_dir.path, job.corpus.digest, spare=spare)
+            if last:
+                break
+            reports.append(train_step())
     return _Result(
         losses=[report.loss for report in reports],
         seconds=sum(report.seconds for report in reports),
@@ -252,16 +256,11 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
     )
 
 
-def _trace(job: Job) -> Path:
-    return job.run_dir / "profile" / f"rank_{dist.get_rank()}.json.gz"
-
-
 def _check_agreement(job: Job) -> None:
     own = {
         "configuration": asdict(job.config),
         "digest of data": job.corpus.digest,
         "digest of evaluation.data": job.evaluation_digest,
-        "checkpoint to resume from": None if job.start is None else str(job.start.folder),
     }
     of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
@@ -275,31 +274,44 @@ def _check_agreement(job: Job) -> None:
         raise ValueError("\n".join(faults))
 
 
-def _is_run(run_dir: Path) -> bool:
-    return (run_dir / METRICS).is_file()
+def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
+    """Give the run its folder: an earlier one is set aside, one that continues goes back to where it does."""
+    if start is None:
+        run_dir.begin_anew()
+    with told_to_every_rank(f"run_dir is {job.config.run_dir!r}; accepted is a folder that can be written to"):
+        if dist.get_rank() == 0:
+            if start is not None:
+                rewind(start)
+            (run_dir.path / METRICS).touch()
+            # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
+            fields = json.loads(json.dumps(asdict(job.config)))
+            (run_dir.path / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+            _logger.info(
+                "%d tokens of text from %d documents, %d samples an epoch",
+                len(job.corpus.tokens),
+                job.corpus.files,
+                len(job.samples),
+            )
+            if left_out := job.corpus.left_out:
+                some = ", ".join(left_out[:8])
+                _logger.warning("%d entries of data were left out, among them %s", len(left_out), some)
 
 
-def _open_run_dir(job: Job) -> None:
-    run_dir = job.run_dir
-    if job.start is None and _is_run(run_dir):
-        number = 1
-        while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-            number += 1
-        run_dir.rename(aside)
-        _logger.info("an earlier run is now in %s", aside)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / METRICS).touch()
-    # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
-    fields = json.loads(json.dumps(asdict(job.config)))
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
-    _logger.info(
-        "%d tokens of text from %d documents, %d samples an epoch",
-        len(job.corpus.tokens),
-        job.corpus.files,
-        len(job.samples),
+def _nothing_left(job: Job) -> Summary:
+    """Of a run that an automatic restart finds finished."""
+    config, partition = job.config, read_settings().partition.value
+    return Summary(
+        steps=config.training.steps,
+        first_step=None,
+        first_loss=None,
+        last_loss=None,
+        tokens_per_s=None,
+        indexer_share=None,
+        flag=partition,
+        group_size=config.parallel.tensor if partition != "off" else 1,
+        unsharded_losses_bit_identical=None,
+        run_dir=config.run_dir,
     )
-    if left_out := job.corpus.left_out:
-        _logger.warning("%d entries of data were left out, among them %s", len(left_out), ", ".join(left_out[:8]))
 
 
 @contextlib.contextmanager

@@ -106,9 +106,7 @@ class Trainer:
         started, before = time.perf_counter(), RankCounts.so_far(self._attentions)
         training = self.config.training
         batch = range(self.step * training.global_batch_size, (self.step + 1) * training.global_batch_size)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._clear_gradients()
         count = self.config.micro_batches(dist.get_world_size())
         sums = self._run_schedule(self._samples, batch.start, count, forward_only=False)
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
@@ -141,6 +139,32 @@ class Trainer:
         for chunk in self.chunks:
             chunk.train()
         return _mean_over_batch(sums, self._device)
+
+    def next_loss(self) -> float:
+        """The loss of the samples that come next, forward and backward, without an update.
+
+        Of a micro batch for each pipeline stage; random states move on, and gradients are left for the next step to
+        clear.
+
+        Raises: RuntimeError where a gradient is not finite.
+        """
+        self._clear_gradients()
+        # The interleaved schedule wants as many as there are stages.
+        count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
+        first = self.step * self.config.training.global_batch_size
+        sums = self._run_schedule(self._samples, first, count, forward_only=False)
+        return _mean_over_batch(sums, self._device)
+
+    def named_chunks(self) -> list[tuple[str, Any]]:
+        """This rank's model chunks without their wrappers, by the names they have in a checkpoint."""
+        if len(self.chunks) == 1:
+            return [("model", self.chunks[0].module)]
+        return [(f"model{index}", chunk.module) for index, chunk in enumerate(self.chunks)]
+
+    def _clear_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def _run_schedule(
         self, samples: Windows | Packs, first_sample: int, count: int, *, forward_only: bool

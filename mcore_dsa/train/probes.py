@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +21,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Probes:
-    """Looks of one run; every rank has to call this after every step.
+    """Looks of one run; every rank has to take its steps by `train_step`, and call this after each of them.
+
+    What is seen is written by the call, so that a run's first step moves nothing on disk.
 
     Args:
         config: the run.
@@ -38,10 +38,20 @@ class Probes:
         self._config, self._trainer, self._samples, self._evaluation = config, trainer, samples, evaluation
         self._selections: ModelSelections | None = None
         self._last: SelectionRecord | None = None
+        self._profiled_step = min(trainer.step + 2, config.training.steps) if config.profile else None
+        self._profile: torch.profiler.profile | None = None
+
+    def train_step(self) -> StepReport:
+        """A step of the trainer, traced where it is the one that `profile` asks for."""
+        if self._trainer.step + 1 != self._profiled_step:
+            return self._trainer.train_step()
+        with _profiler() as self._profile:
+            return self._trainer.train_step()
 
     def __call__(self, report: StepReport) -> StepReport:
         """The report of a step, with what was seen after it."""
         evaluation, every = self._config.evaluation, self._config.logging.selections_every
+        self._write_trace()
         if self._evaluation is not None and report.step % evaluation.every == 0:
             count = evaluation.batches * self._config.micro_batches(dist.get_world_size())
             report = replace(report, evaluation_loss=self._trainer.evaluate(self._evaluation, count))
@@ -71,18 +81,19 @@ class Probes:
         layers = before.agreement(record)
         return sum(layer.share for layer in layers) / len(layers)
 
+    def _write_trace(self) -> None:
+        if self._profile is None:
+            return
+        trace = Path(self._config.run_dir) / "profile" / f"rank_{dist.get_rank()}.json.gz"
+        trace.parent.mkdir(exist_ok=True)
+        self._profile.export_chrome_trace(str(trace))
+        self._profile = None
+        _logger.info("a trace of one step is in %s", trace)
 
-@contextmanager
-def profiled(trace: Path | None) -> Iterator[None]:
-    """Write what is done inside to a trace for Perfetto, with this package's ranges in it; None for none."""
-    if trace is None:
-        yield
-        return
+
+def _profiler() -> torch.profiler.profile:
+    """Of what is done inside a trace for Perfetto, with this package's ranges in it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        yield
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(trace))
-    _logger.info("a trace of one step is in %s", trace)
+    return torch.profiler.profile(activities=activities)

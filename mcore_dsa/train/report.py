@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -10,13 +11,14 @@ from typing import Self
 
 from tqdm import tqdm
 
+from mcore_dsa.files import replace_text
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.counts import busiest_over_mean, peak_flops
-from mcore_dsa.train.files import replace_text
 from mcore_dsa.train.loop import StepReport
+from mcore_dsa.train.run_dir import METRICS, set_aside
 from mcore_dsa.train.sinks import Sinks
 
-METRICS = "metrics.jsonl"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,8 @@ class Summary:
 
     Attributes:
         steps: steps done in the whole run.
-        first_step: the first of them done by this process: 1, or the one after the checkpoint it resumed from.
+        first_step: the first of them done by this process: 1, or the one after the checkpoint it resumed from. None,
+            as all below, where an automatic restart found that none is left to do.
         first_loss: loss of that step.
         last_loss: loss of the last step.
         tokens_per_s: tokens of all ranks in a second, padding of packs with them, over the steps of this process,
@@ -39,11 +42,11 @@ class Summary:
     """
 
     steps: int
-    first_step: int
-    first_loss: float
-    last_loss: float
-    tokens_per_s: float
-    indexer_share: float
+    first_step: int | None
+    first_loss: float | None
+    last_loss: float | None
+    tokens_per_s: float | None
+    indexer_share: float | None
     flag: str
     group_size: int
     unsharded_losses_bit_identical: bool | None
@@ -136,8 +139,26 @@ class RunLog:
 
 
 def _drop_steps_after(metrics: Path, step: int) -> None:
-    if not metrics.is_file():
+    """Leave the steps up to `step` in a log; one with damaged lines is set aside, and what can be read of it stays."""
+    try:
+        # A line without its end was cut short.
+        whole = [line for line in metrics.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    except FileNotFoundError:
         return
-    # A line without its end was cut short.
-    lines = [line for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    replace_text(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))
+    except OSError as error:
+        _logger.warning("%s cannot be read (%s); it is now in %s", metrics, error.strerror, set_aside(metrics))
+        return
+    steps = [_step_of(line) for line in whole]
+    if None in steps:
+        aside = set_aside(metrics)
+        _logger.warning("%s had %d lines that are no steps; it is now in %s", metrics, steps.count(None), aside)
+    kept = [line for line, at in zip(whole, steps, strict=True) if at is not None and at <= step]
+    replace_text(metrics, b"".join(kept).decode())
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.backends.protocol import AttentionCall
+from mcore_dsa.backends.torch.products import multiply, weigh
+from mcore_dsa.backends.torch.scoring import operands_of
 from mcore_dsa.backends.torch.slots import LANES, SlotClass, Slots, find_faults, round_up, slot_classes
-from mcore_dsa.precision import full_precision
+from mcore_dsa.precision import product_precision
 from mcore_dsa.workspace import Buffer, Workspace
 
 _HEADS = 4
@@ -59,9 +61,9 @@ def attend_backward(
 
     def work(chunk: _Chunk) -> None:
         chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
-        chunk.differentiate(out_grad_SBHC)
+        chunk.differentiate(out_grad_SBHC, call.softmax_scale)
         if q_grad_SBHC is not None:
-            chunk.mix(chunk.logit_grad_IHW).mul_(call.softmax_scale)
+            chunk.mix(chunk.logit_grad_IHW)
             chunk.store_mixed(q_grad_SBHC)
         if sum_XC is not None:
             _add_in_row_order(sum_XC, chunk.slots, chunk.latent_grad())
@@ -71,8 +73,9 @@ def attend_backward(
 
 def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
     """The least `attend_bytes` that works: backward of one row of every sample, queries and latents of `dtype`."""
-    item = _Item(heads, channels, dtype, dtype)
-    return item.workspace(batch, round_up(slots, LANES), backward=True).nbytes
+    operands = {torch.promote_types(dtype, torch.float32), torch.promote_types(dtype, torch.bfloat16)}
+    items = (_Item(heads, channels, dtype, dtype, of_products) for of_products in operands)
+    return max(item.workspace(batch, round_up(slots, LANES), backward=True).nbytes for item in items)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class _Item:
     channels: int
     query_dtype: torch.dtype
     latent_dtype: torch.dtype
+    operands: torch.dtype
+
+    @classmethod
+    def of(cls, q_SBHC: Tensor, kv_TBC: Tensor) -> _Item:
+        dtypes = q_SBHC.dtype, kv_TBC.dtype
+        wide = torch.promote_types(torch.promote_types(*dtypes), torch.float32)
+        narrow = operands_of(q_SBHC.device, *dtypes) == torch.bfloat16
+        return cls(q_SBHC.shape[2], kv_TBC.shape[2], *dtypes, torch.bfloat16 if narrow else wide)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,20 +108,22 @@ class _Item:
         heads, channels = round_up(self.heads, _HEADS), round_up(self.channels, LANES)
         pads = channels != self.channels
         own = items if backward else 0
-        converted = items if pads or self.latent_dtype != self.dtype else 0
+        converted = items if pads or self.latent_dtype != self.operands else 0
         new = partial(Buffer, dtype=self.dtype)
-        tall = partial(new, zeroed=pads or heads != self.heads)
+        operand = partial(Buffer, dtype=self.operands)
+        tall = partial(operand, zeroed=pads or heads != self.heads)
         return Workspace(
             {
                 **Slots.workspace(items, slots).buffers,
                 "gathered_IWC": Buffer((converted, slots, self.channels), self.latent_dtype),
-                "latent_IWC": new((items, slots, channels), zeroed=pads),
+                "latent_IWC": operand((items, slots, channels), zeroed=pads),
                 "query_IHC": tall((items, heads, channels)),
                 "mixed_IHC": new((items, heads, channels)),
                 "logits_IHW": new((items, heads, slots)),
                 "weights_IHW": new((items, heads, slots)),
                 "out_grad_IHC": tall((own, heads, channels)),
                 "logit_grad_IHW": new((own, heads, slots)),
+                "halves": operand((items if self.operands != self.dtype else 0, 2 * heads, slots)),
                 "delta_IH1": new((own, heads, 1)),
                 "latent_grad_IWC": new((own, slots, channels)),
                 # Rows of queries and gradients, as they come and go.
@@ -140,7 +153,7 @@ class _Items:
     def of(cls, q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall) -> _Items:
         budget, pool_size = selection_BSK.shape[2], call.layout.pool_size
         tail_slots = pool_size - 1 if call.always_select_tail else 0
-        item = _Item(q_SBHC.shape[2], kv_TBC.shape[2], q_SBHC.dtype, kv_TBC.dtype)
+        item = _Item.of(q_SBHC, kv_TBC)
         slots = round_up(budget * pool_size + tail_slots, LANES)
         smallest = item.workspace(call.layout.batch, slots, backward=True).nbytes
         if call.attend_bytes < smallest:
@@ -153,7 +166,7 @@ class _Items:
 
     def each_chunk(self, work: Callable[[_Chunk], None], *, backward: bool) -> None:
         """Call `work` on all items, chunk by chunk. What a class holds is free before the next one takes its own."""
-        with full_precision(self.kv_TBC.device.type):
+        with product_precision(self.kv_TBC.device.type, self.item.operands):
             for group in self.classes:
                 self._each_chunk_of_class(group, work, backward=backward)
 
@@ -196,37 +209,37 @@ class _Chunk:
     weights_IHW: Tensor
     out_grad_IHC: Tensor
     logit_grad_IHW: Tensor
+    halves: Tensor
     delta_IH1: Tensor
     latent_grad_IWC: Tensor
 
     def attend(self, q_SBHC: Tensor, kv_TBC: Tensor, softmax_scale: float) -> None:
-        """Fill `latent`, `query` (times the scale) and `weights`: zeros in unused slots, NaN in empty items."""
+        """Fill `latent`, `query` and `weights`: zeros in unused slots, NaN in empty items."""
         gathered_IWC = self.gathered_IWC if len(self.gathered_IWC) else self.latent_IWC
         torch.index_select(kv_TBC.flatten(0, 1), 0, self.slots.token_IW.flatten(), out=gathered_IWC.flatten(0, 1))
         if gathered_IWC is not self.latent_IWC:
             self.latent_IWC[..., : kv_TBC.shape[2]] = gathered_IWC
         self._load(self.query_IHC, q_SBHC)
-        self.query_IHC.mul_(softmax_scale)
-        torch.bmm(self.query_IHC, self.latent_IWC.mT, out=self.logits_IHW)
+        multiply(self.query_IHC, self.latent_IWC.mT, out=self.logits_IHW).mul_(softmax_scale)
         self.logits_IHW.masked_fill_(self.slots.unused_IW.unsqueeze(1), -math.inf)
         torch.softmax(self.logits_IHW, -1, out=self.weights_IHW)
 
-    def differentiate(self, out_grad_SBHC: Tensor) -> None:
-        """Fill `logit_grad` with the gradient of the scaled logits: `p * (dp - sum(p * dp))`. Spends `logits`."""
+    def differentiate(self, out_grad_SBHC: Tensor, softmax_scale: float) -> None:
+        """Fill `logit_grad` with the gradient of the bare logits: `scale * p * (dp - sum(p * dp))`. Spends `logits`."""
         self._load(self.out_grad_IHC, out_grad_SBHC)
-        torch.bmm(self.out_grad_IHC, self.latent_IWC.mT, out=self.logit_grad_IHW)
+        multiply(self.out_grad_IHC, self.latent_IWC.mT, out=self.logit_grad_IHW)
         torch.mul(self.weights_IHW, self.logit_grad_IHW, out=self.logits_IHW)
         torch.sum(self.logits_IHW, -1, keepdim=True, out=self.delta_IH1)
-        self.logit_grad_IHW.sub_(self.delta_IH1).mul_(self.weights_IHW)
+        self.logit_grad_IHW.sub_(self.delta_IH1).mul_(self.weights_IHW).mul_(softmax_scale)
 
     def latent_grad(self) -> Tensor:
         """What every slot contributes to the gradient of its latent, as value and as key, `[i, w, c]`, padded."""
-        torch.bmm(self.weights_IHW.mT, self.out_grad_IHC, out=self.latent_grad_IWC)
-        return self.latent_grad_IWC.baddbmm_(self.logit_grad_IHW.mT, self.query_IHC)
+        weigh(self.weights_IHW.mT, self.out_grad_IHC, self.halves, self.latent_grad_IWC)
+        return weigh(self.logit_grad_IHW.mT, self.query_IHC, self.halves, self.latent_grad_IWC, add=True)
 
     def mix(self, weights_IHW: Tensor) -> Tensor:
         """Fill and return `mixed`: the latents of an item, weighted."""
-        return torch.bmm(weights_IHW, self.latent_IWC, out=self.mixed_IHC)
+        return weigh(weights_IHW, self.latent_IWC, self.halves, self.mixed_IHC)
 
     def store_mixed(self, x_SBHC: Tensor) -> None:
         """Write `mixed` into the items' rows, zeros into those of empty items."""
