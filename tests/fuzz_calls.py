@@ -231,9 +231,19 @@ def _function_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
     pools = torch.randn(tokens // pool, batch, dim, generator=generator)
     selection = torch.full((batch, tokens, 2), -1, dtype=torch.int32)
     selection[:, 3:, 0] = 0
-    ape = torch.zeros(pool, dim)
+    attended = {
+        "q": q,
+        "latent": key,
+        "selection": selection,
+        "layout": layout,
+        "position": position,
+        "softmax_scale": 0.5,
+        "always_select_tail": True,
+        "attend_bytes": 2**24,
+    }
+    sharded = {"query_shard_group": None, "partition": RowPartition.contiguous(tokens, 1)}
     sound: dict[Any, dict[str, Any]] = {
-        compress_keys: {"key": key, "gate": key, "ape": ape, "layout": layout},
+        compress_keys: {"key": key, "gate": key, "ape": torch.zeros(pool, dim), "layout": layout},
         select_pools: {
             "q": q,
             "weights": weights,
@@ -250,18 +260,8 @@ def _function_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
             "position": position,
             "always_select_tail": True,
         },
-        sparse_attention_sharded: {
-            "q": q,
-            "latent": key,
-            "selection": selection,
-            "layout": layout,
-            "position": position,
-            "softmax_scale": 0.5,
-            "always_select_tail": True,
-            "query_shard_group": None,
-            "partition": RowPartition.contiguous(tokens, 1),
-            "attend_bytes": 2**24,
-        },
+        sparse_attention: attended,
+        sparse_attention_sharded: attended | sharded,
         select_pools_sharded: {
             "q": q,
             "weights": weights,
@@ -269,18 +269,7 @@ def _function_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
             "layout": layout,
             "position": position,
             "budget": 2,
-            "query_shard_group": None,
-            "partition": RowPartition.contiguous(tokens, 1),
-        },
-        sparse_attention: {
-            "q": q,
-            "latent": key,
-            "selection": selection,
-            "layout": layout,
-            "position": position,
-            "softmax_scale": 0.5,
-            "always_select_tail": True,
-            "attend_bytes": 2**24,
+            **sharded,
         },
     }
     make = draw(st.sampled_from(list(sound)))

@@ -130,14 +130,17 @@ def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None
         if rank > 0:
             assert seen["log"] == []
             continue
-        line, kernels = seen["log"]
-        assert line[0] == kernels[0] == "INFO"
+        line, attends, kernels, others = seen["log"]
+        assert {said[0] for said in seen["log"]} == {"INFO"}
         for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
             assert part in line[1]
         assert kernels[1] == (
             "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset; "
             "not triton: device is cpu; accepted is cuda)"
         )
+        assert "attends on each rank its heads of every row (default, MCORE_DSA_ATTEND_SHARD is unset)" in attends[1]
+        for part in ("MCORE_DSA_SCORE_BYTES 256MiB (default)", "MCORE_DSA_OVERLAP on (default)", "_STORE_BYTES 8GiB"):
+            assert part in others[1]
 
 
 def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
@@ -146,7 +149,7 @@ def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
     for rank, seen in enumerate(megatron_ranks(observe, 2, tp=2, env={PARTITION_VARIABLE: None})):
         assert_observed(seen, gathers(own, [0, 1], *queries), range(ROWS))
         if rank == 0:
-            line, _ = seen["log"]
+            line, *_ = seen["log"]
             assert line[0] == "INFO"
             for part in ("[0, 1]", "every rank scores every row", f"default, {PARTITION_VARIABLE} is unset"):
                 assert part in line[1]
@@ -171,12 +174,12 @@ def test_overlap_setting_reaches_the_exchange(word: str, pieces: list[int]) -> N
 def test_flag_on_in_a_group_of_one_warns_once() -> None:
     (seen,) = megatron_ranks(observe, 1, tp=1, env=ON)
     assert seen["while_building"] == ([], [], 0)
-    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO", "INFO"]
+    assert [level for level, _ in seen["log"]] == ["WARNING", *["INFO"] * 4]
     assert f"{PARTITION_VARIABLE} has no effect in a tensor-parallel group of one" in seen["log"][0][1]
     assert "the one rank scores every row" in seen["log"][1][1]
     assert seen["rows"] == [FORWARDS * BATCH * ROWS] * LAYERS
     (off,) = megatron_ranks(observe, 1, tp=1, env=OFF)
-    assert [level for level, _ in off["log"]] == ["INFO", "INFO"]
+    assert [level for level, _ in off["log"]] == ["INFO"] * 4
     assert all(torch.equal(*pair) for pair in zip(seen["selections"], off["selections"], strict=True))
 
 
