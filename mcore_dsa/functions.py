@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.attend import attend
-from mcore_dsa.backends import AttentionCall, SelectionCounters, resolve
+from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
     check_bytes,
@@ -53,7 +53,7 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
     check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
     check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
     check_device(layout.device, key_TBD=key_TBD, gate_TBD=gate_TBD, ape_JD=ape_JD)
-    return resolve().compress(key_TBD, gate_TBD, ape_JD, layout)
+    return resolve("auto", Target.of(layout.device, key_TBD.dtype)).compress(key_TBD, gate_TBD, ape_JD, layout)
 
 
 @uncompiled
@@ -102,7 +102,7 @@ def select_pools(
     check_kind(SelectionCounters, counters=counters)
     check_bytes("score_bytes", score_bytes)
     check_bool(use_relu=use_relu)
-    return resolve().select(
+    return resolve("auto", Target.of_scores(q_SBHD, pool_key_PBD)).select(
         q_SBHD,
         weights_SBH,
         pool_key_PBD,
@@ -162,7 +162,8 @@ def sparse_attention(
             position_S=position_S,
         )
     call = AttentionCall(layout, layout.bounds(position_S), softmax_scale, always_select_tail, attend_bytes)
-    return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=resolve())
+    backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
+    return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=backend)
 
 
 def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softmax_scale: float) -> Tensor:

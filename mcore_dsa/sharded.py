@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.attend import RowCut, attend
-from mcore_dsa.backends import AttentionCall, Backend, SelectionCounters, resolve
+from mcore_dsa.backends import AttentionCall, Backend, SelectionCounters, Target, resolve
 from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
 from mcore_dsa.eager import uncompiled
@@ -74,7 +74,7 @@ def select_pools_sharded(
     check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=plan.partition.rows_of(plan.rank), names=_OWN)
     gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
     selection_BOK = select_own_rows(
-        resolve(),
+        resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD)),
         q_OBHD,
         weights_OBH,
         pool_key_PBD,
@@ -130,7 +130,7 @@ def sparse_attention_sharded(
         kv_TBC.contiguous(),
         selection_BOK,
         AttentionCall(layout, own, softmax_scale, always_select_tail, attend_bytes),
-        backend=resolve(),
+        backend=resolve("auto", Target.of_attention(q_SBHC, kv_TBC)),
         cut=RowCut.of(plan, q_SBHC, query_shard_group, attend_bytes),
     )
 

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import SelectionCounters, resolve
+from mcore_dsa.backends import SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
     check_bytes,
@@ -170,7 +170,8 @@ class IndexerState:
         check_bool(use_relu=use_relu)
         check_kind(SelectionCounters, counters=counters)
         bounds = self._bounds(self._valid_on_host(valid_BS, rows))
-        selection_1XK = resolve().select(
+        backend = resolve("auto", Target.of_scores(q_SBHD, self._pool_key_BPD))
+        selection_1XK = backend.select(
             q_SBHD.transpose(0, 1).flatten(0, 1).unsqueeze(1),
             weights_SBH.transpose(0, 1).flatten(0, 1).unsqueeze(1),
             self._pool_key_BPD.flatten(0, 1).unsqueeze(1),
@@ -268,7 +269,8 @@ class IndexerState:
             token_I1D[kept[0], 0] = recent_BRD[kept[1], kept[2]]
         layout = _pools_in_a_row(len(pool_X), pool_size, device)
         sample, pool = torch.stack([sample_X, pool_X]).to(device, non_blocking=True)
-        self._pool_key_BPD[sample, pool] = resolve().compress(key_I1D, gate_I1D, self._ape_JD, layout)[:, 0]
+        backend = resolve("auto", Target.of(device, key_I1D.dtype))
+        self._pool_key_BPD[sample, pool] = backend.compress(key_I1D, gate_I1D, self._ape_JD, layout)[:, 0]
 
     def _bounds(self, valid_BS: Tensor) -> RowBounds:
         """What valid rows see that stand at the newest tokens, sequence after sequence."""

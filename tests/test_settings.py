@@ -44,6 +44,23 @@ def test_nothing_set_means_off_and_the_default_budgets() -> None:
     settings.raise_faults()
 
 
+@given(st.integers(0, 2**41))
+def test_default_budgets_follow_the_memory_of_a_device(device_bytes: int) -> None:
+    """A power of two between a 32nd and a 16th of it, and never below 256 MiB; what is set stands."""
+    settings = read_settings({ATTEND_BYTES_VARIABLE: "64MiB"}, device_bytes=device_bytes)
+    budget = settings.score_bytes.value
+    assert settings.attend_bytes.value == 2**26
+    assert budget == 2**28 or device_bytes / 32 < budget <= device_bytes / 16
+    assert budget >= 2**28
+    assert budget.bit_count() == 1
+
+
+def test_the_budget_of_a_known_device() -> None:
+    """An H200's 139.8 GiB, an H100's 79.2 GiB."""
+    for mib, gib in ((143_156, 8), (81_100, 4)):
+        assert read_settings({}, device_bytes=mib << 20).attend_bytes.value == gib << 30
+
+
 @pytest.mark.parametrize("raw", OFF)
 def test_partition_off(raw: str) -> None:
     settings = read_settings({PARTITION_VARIABLE: raw})
@@ -106,8 +123,9 @@ def test_overlap_is_a_switch() -> None:
 def test_kernels_are_named() -> None:
     assert read_settings({}).kernels.value == "auto"
     assert read_settings({KERNELS_VARIABLE: " Torch "}).kernels.value == "torch"
-    (fault,) = read_settings({KERNELS_VARIABLE: "triton"}).faults
-    assert fault == "MCORE_DSA_KERNELS is 'triton'; accepted are auto and torch"
+    assert read_settings({KERNELS_VARIABLE: "TRITON"}).kernels.value == "triton"
+    (fault,) = read_settings({KERNELS_VARIABLE: "cuda"}).faults
+    assert fault == "MCORE_DSA_KERNELS is 'cuda'; accepted are auto, torch and triton"
 
 
 def test_every_fault_is_raised_at_once() -> None:

@@ -16,11 +16,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mcore_dsa.attend import Kept, LatentShards, RowCut, attend
-from mcore_dsa.backends import AttentionCall, SelectionCounters, resolve
+from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, choose
 from mcore_dsa.collectives import SelectionGather, gather_rows, reduce_rows
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
+from mcore_dsa.megatron.backend import compute_device, device_bytes
 from mcore_dsa.megatron.batch import Batch, plan_of
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
@@ -70,11 +71,22 @@ class KPoolDSAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.tp_group = groups.tp
         self.cp_group = groups.cp if config.context_parallel_size > 1 else None
-        self.settings = read_settings()
+        device = compute_device()
+        self.settings = read_settings(device_bytes=device_bytes(device))
+        self.indexer = KPoolDSAIndexer(config, self.tp_group)
+        target = Target.of(
+            device,
+            config.params_dtype,
+            heads=self.indexer.heads,
+            dim=self.indexer.head_dim,
+            channels=config.kv_lora_rank,
+        )
+        kernels = choose(self.settings.kernels.value, target)
         if self.tp_group.size() == 1 and self.cp_group is None:
             self.settings.raise_faults()
-        self.backend = resolve(self.settings.kernels.value)
-        self.indexer = KPoolDSAIndexer(config, self.tp_group)
+            if kernels.fault:
+                raise ValueError(kernels.fault)
+        self.backend = kernels.backend
         self.counters = SelectionCounters()
         self.source: SelectionSource = Scored(
             backend=self.backend,
@@ -86,7 +98,7 @@ class KPoolDSAttention(MegatronModule):
         )
         self.recomputed = {"found": 0, "selected again": 0}
         self.indexer_seconds = 0.0
-        self._agreement = Agreement(config, self.settings, self.tp_group, self.cp_group)
+        self._agreement = Agreement(config, self.settings, kernels, self.tp_group, self.cp_group)
 
     @uncompiled
     def forward(
@@ -175,7 +187,6 @@ class KPoolDSAttention(MegatronModule):
         # Of all ranks, for in what follows they meet: one that has nothing kept needs the keys of the others.
         select = self._agreement.hold(
             batch.query_SBHC,
-            self.backend,
             self.indexer,
             self.softmax_scale,
             source=source.identity,
