@@ -48,6 +48,9 @@ class FaultKind(StrEnum):
     MISSING_FILE = "missing file"
     INDEX = "index"
     PREFIX = "prefix"
+    NOT_FINITE = "not finite"
+    ZEROS = "all zeros"
+    SCALE_ZERO = "scale of zero"
 
 
 class Fault(NamedTuple):

@@ -171,6 +171,13 @@ def _plan_parser(prog: str) -> ArgumentParser:
 
 def _verify_parser(prog: str) -> ArgumentParser:
     parser = _parser(prog, "Compare the headers of a checkpoint's files with its configuration. All faults are listed.")
+    parser.add_argument(
+        "--values",
+        # A namespace of jsonargparse has a method of the option's name.
+        dest="read_values",
+        action="store_true",
+        help="read the DSA tensors too: NaN, infinities, tensors of zeros, scales of zero",
+    )
     parser.add_argument("path", type=str, help="folder, .safetensors file or index of the checkpoint")
     parser.add_argument("--config", type=str, default=None, help=_CONFIG + "; by default the one beside the files")
     return parser

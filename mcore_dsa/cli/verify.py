@@ -1,8 +1,9 @@
-"""`mcore-dsa verify`: a checkpoint's headers against its configuration."""
+"""`mcore-dsa verify`: a checkpoint's headers against its configuration, and its values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from textwrap import fill
 
 from mcore_dsa.binding import CheckpointBinding
@@ -14,9 +15,15 @@ from mcore_dsa.safetensors_files import Fault
 _INDENT = 18 * " "
 
 
-def verify(path: str, config: str | None) -> Outcome:
+def verify(path: str, config: str | None, read_values: bool) -> Outcome:
     """All faults of a checkpoint; see the command's help for the arguments."""
-    return outcome_of(verify_checkpoint(path, config))
+    binding = verify_checkpoint(path, config)
+    if read_values:
+        # It brings torch, which headers do without.
+        from mcore_dsa.values import value_faults
+
+        binding = replace(binding, faults=(*binding.faults, *value_faults(binding)))
+    return outcome_of(binding)
 
 
 def outcome_of(binding: CheckpointBinding) -> Outcome:
