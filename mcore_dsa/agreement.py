@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +22,7 @@ from mcore_dsa.settings import Settings
 # Settings that each group has agreed on so far, and how many that makes in this process.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[tuple[str, str], ...]]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
+_CALLS = "calls over the query-shard group"
 _REPLICAS_KEY = "mcore_dsa/settings"
 
 
@@ -39,6 +41,7 @@ class SelectionContract:
         weights: digest of the frozen weights of this layer's indexer.
         source: `SelectionSource.identity` of where selections come from.
         documents: `SelectionPlan.documents` of the micro-batch at hand.
+        rows: its sizes and dtypes, `Batch.described`.
     """
 
     settings: Settings
@@ -60,6 +63,7 @@ class SelectionContract:
     weights: str
     source: str
     documents: str = ""
+    rows: str = ""
 
     def describe(self) -> dict[str, str]:
         """Every field as text that is equal on two ranks if and only if they agree, settings by their variables."""
@@ -72,11 +76,18 @@ def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
+        # A single element counts as contiguous whatever its strides, and is no bytes by them.
+        whole = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
+        digest.update(whole.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()
 
 
-def agree(values: Mapping[str, str], faults: Sequence[str], *groups: dist.ProcessGroup) -> None:
+def agree(
+    values: Mapping[str, str],
+    faults: Sequence[str],
+    *groups: dist.ProcessGroup,
+    about: str = "settings of the query-shard group",
+) -> None:
     """Make sure that every rank of `groups` runs with the same values, before anything depends on it.
 
     With several groups these are all that this rank reaches through one after the other; ranks are counted with those
@@ -86,6 +97,9 @@ def agree(values: Mapping[str, str], faults: Sequence[str], *groups: dist.Proces
     whose settings have changed would wait for it alone. A rank that could not read a setting, or found that it cannot
     keep the contract, passes what is wrong as `faults`, so that all ranks raise instead of waiting in a later
     collective.
+
+    Args:
+        about: what the message begins with.
 
     Raises: ValueError on every rank, naming the values that differ with their ranks, and every fault.
     """
@@ -98,14 +112,45 @@ def agree(values: Mapping[str, str], faults: Sequence[str], *groups: dist.Proces
     # A rank that has a fault may have no values to tell.
     comparable = all(its_values for its_values, _ in told)
     for name in sorted({name for its_values, _ in told for name in its_values}) if comparable else ():
-        ranks_of: dict[str, list[int]] = {}
-        for rank, (its_values, _) in enumerate(told):
-            ranks_of.setdefault(its_values.get(name, "not set"), []).append(rank)
-        if len(ranks_of) > 1:
-            said = ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
-            problems.append(f"{name} is {said}; accepted is the same on every rank")
+        problems += differences(name, [its_values.get(name, "not set") for its_values, _ in told])
     if problems:
-        raise ValueError("settings of the query-shard group (ranks within it): " + "; ".join(problems))
+        raise ValueError(f"{about} (ranks within it): " + "; ".join(problems))
+
+
+def differences(name: str, values: Sequence[str], *, first_rank: int = 0) -> list[str]:
+    """What ranks that follow one another say of one value, as a sentence; nothing where all say the same."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values, first_rank):
+        ranks_of.setdefault(value, []).append(rank)
+    said = ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
+    return [f"{name} is {said}; accepted is the same on every rank"] if len(ranks_of) > 1 else []
+
+
+@contextmanager
+def header(call: str, group: dist.ProcessGroup | None, *, agreed: bool) -> Iterator[dict[str, object]]:
+    """Compare a call over the ranks of its group before its first collective.
+
+    The block checks the arguments and writes into what it is given whatever the ranks must have in common. Where it
+    raises on one rank, the others hear of it here and wait in no later collective.
+
+    Args:
+        group: one that this rank is in.
+        agreed: whether the caller answers for all of it; then nothing is exchanged.
+
+    Raises: ValueError on every rank, naming what differs with the ranks, and what was refused on others; what the block
+        raises where it raises.
+    """
+    values: dict[str, object] = {}
+    others = [] if agreed or group is None or dist.get_world_size(group) == 1 else [group]
+    try:
+        yield values
+    except Exception as error:
+        if others:
+            with suppress(ValueError):
+                agree({}, [f"{call}: {error}"], *others, about=_CALLS)
+        raise
+    if others:
+        agree({"call": call, **{name: str(value) for name, value in values.items()}}, (), *others, about=_CALLS)
 
 
 def newly_agreed(settings: Mapping[str, str], group: dist.ProcessGroup) -> int:

@@ -19,6 +19,11 @@ def kind_of(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
+def form_of(tensor: Tensor) -> str:
+    """Dtype and shape, as ranks compare them."""
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
 def check_integer(name: str, tensor: Tensor, *, ndim: int) -> None:
     """Refuse anything but an integer tensor of `ndim` dimensions."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):

@@ -5,9 +5,12 @@ Letters of shapes: `mcore_dsa/__init__.py`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from mcore_dsa.agreement import header
 from mcore_dsa.checks import (
     FLOATING,
     check_bool,
@@ -15,6 +18,7 @@ from mcore_dsa.checks import (
     check_floating,
     check_integer,
     check_positive,
+    form_of,
     kind_of,
 )
 from mcore_dsa.collectives import Group, group_rank, group_size
@@ -47,6 +51,7 @@ def fused_qk_topk_kpool(
     always_select_tail: bool = True,
     fp8_indexer: bool = False,
     query_shard_group: Group = None,
+    agreed: bool = False,
 ) -> tuple[None, Tensor]:
     """k-pool selection under the signature that Megatron's token-level `fused_qk_topk` callers use.
 
@@ -57,38 +62,36 @@ def fused_qk_topk_kpool(
 
     Args:
         q: floating `[s, b, heads, dim]`, all rows, on every rank.
-        k, gate_score: floating `[s_k, b, dim]`, normalised index keys and their compression gates.
+        k, gate_score: floating `[s_k, b, dim]`, normalised index keys and their compression gates; ape:
+            `[pool_size, dim]`.
         weights: floating `[s, b, heads]`, already times `heads**-0.5 * dim**-0.5`.
         index_topk: tokens to select, a multiple of `pool_size`.
-        ape: floating `[pool_size, dim]`.
         mask: None, or in a call without bounds the causal one, `[s, s_k]`, `[b, s, s_k]` or `[b, 1, s, s_k]`: bool, as
             Megatron's True where a row does not see, or floating, 0 and -inf. fp8_indexer: False.
         varlen_starts, varlen_ends: integer `[s]`, both or none. cu_seqlens_kv: integer `[documents + 1]`; rows whose
             bounds begin behind the last document select nothing.
         key_positions: None or 0 ... s_k-1.
         query_shard_group: ranks that share the rows, each scoring its contiguous shard; None: every row here.
+        agreed: as for `select_pools_sharded`.
 
     Returns: `(None, token_ids)`, int32 `[b, s, index_topk + pool_size - 1]` (`index_topk` wide without the tail):
     tokens of the selected pools, ascending, from column 0, the tail from column `index_topk`, -1 elsewhere; no scores.
 
-    Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it.
+    Raises: TypeError, ValueError naming what is refused, bounds that move inside a document among it, and on every rank
+    where calls differ or another refuses its own.
     """
-    check_bool(use_relu=use_relu, always_select_tail=always_select_tail, fp8_indexer=fp8_indexer)
-    _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, key_positions, cu_seqlens_kv, fp8_indexer)
-    _check_mask(mask, k, bounded=not (varlen_starts is varlen_ends is cu_seqlens_kv is None))
-    layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
+    ranks, rank = group_size(query_shard_group), group_rank(query_shard_group)
+    with header("fused_qk_topk_kpool", query_shard_group, agreed=agreed) as compared:
+        check_bool(use_relu=use_relu, always_select_tail=always_select_tail, fp8_indexer=fp8_indexer)
+        _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, key_positions, cu_seqlens_kv, fp8_indexer)
+        _check_mask(mask, k, bounded=not (varlen_starts is varlen_ends is cu_seqlens_kv is None))
+        layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
+        compared |= {"ape": form_of(ape), "always_select_tail": always_select_tail}
     pool_key = compress_keys(k, gate_score, ape, layout)
-    (own,) = RowPartition.contiguous(q.shape[0], group_size(query_shard_group)).slices(group_rank(query_shard_group))
-    selection = select_pools_sharded(
-        q[own.start : own.stop],
-        weights[own.start : own.stop],
-        pool_key,
-        layout,
-        position,
-        budget=index_topk // pool_size,
-        query_shard_group=query_shard_group,
-        use_relu=use_relu,
-    )
+    select = partial(select_pools_sharded, budget=index_topk // pool_size, use_relu=use_relu, agreed=agreed)
+    (part,) = RowPartition.contiguous(q.shape[0], ranks).slices(rank)
+    own = slice(part.start, part.stop)
+    selection = select(q[own], weights[own], pool_key, layout, position, query_shard_group=query_shard_group)
     return None, expand_selection(selection, layout, position, always_select_tail=always_select_tail)
 
 

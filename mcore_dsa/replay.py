@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_dsa.checks import kind_of
-from mcore_dsa.collectives import Group, gather_rows, gather_selection, group_rank, group_size
+from mcore_dsa.collectives import Group, gather_rows, group_rank, group_size
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.record import SelectionRecord, documents_of, shortened
+from mcore_dsa.selection_gather import gather_selection
 from mcore_dsa.source import SelectionRequest, SelectionSource
 
 # What becomes of rows that see pools and have no record.
@@ -237,9 +238,9 @@ class Recorder:
 
     def _whole(self, plan: SelectionPlan, own_BOK: Tensor) -> Tensor:
         """int32 `[all tokens, budget]`, relative to the documents, of this rank's rows of one layer and forward."""
-        selection_BSK = gather_selection(own_BOK.to(self._device), plan.partition, self._tp_group)
+        selection_BSK = gather_selection(own_BOK.to(self._device), plan.partition, self._tp_group, agreed=True)
         layout = plan.layout
-        selection_TBK = gather_rows(selection_BSK.transpose(0, 1), self._cp_group)
+        selection_TBK = gather_rows(selection_BSK.transpose(0, 1), self._cp_group, agreed=True)
         if plan.key_order_T is not None:
             selection_TBK = selection_TBK[plan.key_order_T]
         first_BT = layout.bounds(torch.arange(layout.num_tokens, device=layout.device)).first_BS.int()

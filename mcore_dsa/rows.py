@@ -6,6 +6,7 @@ takes them all without scoring. Row t of a document (counted from 1) sees `t // 
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,12 @@ class RowPartition:
     @property
     def group_size(self) -> int:
         return len(self.shards)
+
+    @property
+    def described(self) -> str:
+        """Text that is equal on two ranks if and only if their rows are cut alike."""
+        digest = hashlib.blake2b(repr(self.shards).encode(), digest_size=4).hexdigest()
+        return f"{self.num_rows} rows over {self.group_size} ranks, {digest}"
 
     @property
     def is_replicated(self) -> bool:

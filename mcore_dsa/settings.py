@@ -27,6 +27,8 @@ OVERLAP_VARIABLE = "MCORE_DSA_OVERLAP"
 KERNELS_VARIABLE = "MCORE_DSA_KERNELS"
 STORE_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE"
 STORE_BYTES_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE_BYTES"
+DRIFT_VARIABLE = "MCORE_DSA_DRIFT_EVERY"
+VERIFY_VARIABLE = "MCORE_DSA_VERIFY"
 
 DEFAULT_SCORE_BYTES = 256 * 2**20
 DEFAULT_ATTEND_BYTES = 256 * 2**20
@@ -35,6 +37,7 @@ DEFAULT_ATTEND_BYTES = 256 * 2**20
 _PART_OF_MEMORY = 16
 # Eleven layers of 524,288 rows over 8 ranks at a budget of 512 take 1.4 GiB, times the micro-batches in flight.
 DEFAULT_STORE_BYTES = 8 * 2**30
+DEFAULT_DRIFT_EVERY = 100
 
 _PARTITION_WORDS: dict[str, Partition] = {
     **dict.fromkeys(("0", "false"), "off"),
@@ -48,6 +51,11 @@ _KERNELS_WORDS: dict[str, Kernels] = {kernels: kernels for kernels in get_args(K
 _ATTEND_SHARD_WORDS: dict[str, AttendShard] = {shard: shard for shard in get_args(AttendShard)}
 
 _SWITCH = {"1": True, "0": False}
+
+# Rows that `on` verifies in a call.
+_VERIFY_WORDS = {"off": 0, "on": 16}
+_COUNT_ACCEPTED = "whole numbers below 2**31, 0 for never"
+_VERIFY_ACCEPTED = "off, on, and whole numbers of rows below 2**31"
 
 _BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTES_ACCEPTED = "positive whole numbers of bytes below 2**63, as 67108864, or with a unit: B, KiB, MiB or GiB"
@@ -100,6 +108,8 @@ class Settings:
         kernels: which implementation compresses, selects and attends.
         store: keep what a forward selected for its recomputation.
         store_bytes: bytes that kept selections of one rank may take; where they could take more, none is kept.
+        drift_every: forwards of a layer from one comparison of what its ranks hold to the next, 0 for none.
+        verify: rows that each forward of a layer selects again on another rank, 0 for none.
     """
 
     partition: Setting[Partition]
@@ -110,6 +120,8 @@ class Settings:
     kernels: Setting[Kernels]
     store: Setting[bool]
     store_bytes: Setting[int]
+    drift_every: Setting[int]
+    verify: Setting[int]
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -159,6 +171,8 @@ def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int
         kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, "auto, torch and triton", "auto"),
         store=_read(environ, STORE_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
         store_bytes=_read(environ, STORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_STORE_BYTES),
+        drift_every=_read(environ, DRIFT_VARIABLE, _parse_count, _COUNT_ACCEPTED, DEFAULT_DRIFT_EVERY),
+        verify=_read(environ, VERIFY_VARIABLE, _parse_verify, _VERIFY_ACCEPTED, 0),
     )
 
 
@@ -194,3 +208,13 @@ def _parse_bytes(text: str) -> int:
     if not 0 < size < 2**63:
         raise LookupError(text)
     return size
+
+
+def _parse_count(text: str) -> int:
+    if re.fullmatch("[0-9]{1,10}", text) is None or int(text) >= 2**31:
+        raise LookupError(text)
+    return int(text)
+
+
+def _parse_verify(text: str) -> int:
+    return _VERIFY_WORDS[text] if text in _VERIFY_WORDS else _parse_count(text)

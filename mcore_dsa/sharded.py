@@ -13,15 +13,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mcore_dsa.agreement import header, weights_digest
 from mcore_dsa.attend import RowCut, attend
 from mcore_dsa.backends import AttentionCall, Backend, SelectionCounters, Target, resolve
-from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive
-from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
+from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive, form_of
+from mcore_dsa.collectives import Group, group_rank, group_size
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.functions import check_attention, check_scoring
 from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition
+from mcore_dsa.selection_gather import SelectionGather
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
 
 # Rows of a shard that are gathered together while the next are scored: 2 MiB a rank at a budget of 512 pools.
@@ -48,6 +50,7 @@ def select_pools_sharded(
     score_bytes: int = DEFAULT_SCORE_BYTES,
     counters: SelectionCounters | None = None,
     use_relu: bool = True,
+    agreed: bool = False,
 ) -> Tensor:
     """`select_pools` for all rows, of which this rank brings and scores those of its own shard.
 
@@ -58,34 +61,32 @@ def select_pools_sharded(
         query_shard_group: ranks that share the rows; None stands for a group of one, which owns them all.
         partition: who owns which of the `s` rows, contiguous shards by default.
         overlap: gather a shard in pieces, each while the next is scored.
+        agreed: the caller answers for what ranks must have in common; else it is compared before the first collective:
+            dtypes and shapes, budget, partition, pieces, and a digest of layout and positions, for which the host waits
+            where they lie on a device.
 
     Returns: `selection_BSK` int32 `[b, s, budget]`, the same on every rank.
 
     Raises: as `select_pools`; TypeError for what is no group, partition or counters; ValueError for a group without
-    this rank, a partition of other rows or another number of ranks, and where a rank of the group is in another call.
+    this rank and a partition of other rows or another number of ranks. ValueError on every rank where they differ,
+    where another refuses its arguments or raises while it selects, and where one is in another call.
     """
-    check_layout(layout)
-    check_integer("position_S", position_S, ndim=1)
-    check_positive("budget", budget)
-    check_bytes("score_bytes", score_bytes)
-    check_bool(overlap=overlap, use_relu=use_relu)
-    check_kind(SelectionCounters, counters=counters)
-    plan = _plan(layout, position_S, partition, query_shard_group)
-    check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=plan.partition.rows_of(plan.rank), names=_OWN)
-    gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
-    selection_BOK = select_own_rows(
-        resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD)),
-        q_OBHD,
-        weights_OBH,
-        pool_key_PBD,
-        plan,
-        budget=budget,
-        score_bytes=score_bytes,
-        use_relu=use_relu,
-        counters=SelectionCounters() if counters is None else counters,
-        gather=gather,
-    )
-    return gather.finish(selection_BOK)
+    group_size(query_shard_group)
+    with header("select_pools_sharded", query_shard_group, agreed=agreed) as compared:
+        check_positive("budget", budget)
+        check_bytes("score_bytes", score_bytes)
+        check_bool(overlap=overlap, use_relu=use_relu)
+        check_kind(SelectionCounters, counters=counters)
+        plan = _plan(layout, position_S, partition, query_shard_group)
+        check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=plan.partition.rows_of(plan.rank), names=_OWN)
+        gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
+        if not agreed:
+            compared |= {"budget": budget, "use_relu": use_relu, "overlap": f"{gather.piece_rows} rows at a time"}
+            compared |= _described(plan, q_OBHD=q_OBHD[:0], weights_OBH=weights_OBH[:0], pool_key_PBD=pool_key_PBD)
+    backend = resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD))
+    select = partial(select_own_rows, backend, q_OBHD, weights_OBH, pool_key_PBD, plan, gather=gather)
+    counters = SelectionCounters() if counters is None else counters
+    return gather.finish(select(budget=budget, score_bytes=score_bytes, use_relu=use_relu, counters=counters))
 
 
 @uncompiled
@@ -101,6 +102,7 @@ def sparse_attention_sharded(
     query_shard_group: Group,
     partition: RowPartition | None = None,
     attend_bytes: int = DEFAULT_ATTEND_BYTES,
+    agreed: bool = False,
 ) -> Tensor:
     """`sparse_attention` for all rows and this rank's heads; each rank computes it for its own rows and all heads.
 
@@ -112,19 +114,27 @@ def sparse_attention_sharded(
         partition: who owns which of the `s` rows, contiguous shards by default and in place of replicated rows.
         attend_bytes: bytes that attention may hold, as in `sparse_attention` with all heads, and the exchange again,
             unless one row takes more.
+        agreed: as for `select_pools_sharded`; compared are the arguments but for what tensors hold, positions aside.
 
     Returns: `[s, b, heads / G, c]`, differentiable once. The gradient of `kv_TBC` is that of this rank's rows and all
     heads: the sum over ranks is the whole one, as it is of gradients of all rows and own heads.
 
     Raises: as `sparse_attention`, a selection with faults on every rank; TypeError for what is no group or partition;
-        ValueError for a group without this rank, and a partition of other rows or another number of ranks.
+        ValueError for a group without this rank, and a partition of other rows or another number of ranks; on every
+        rank where calls differ or another refuses its own.
     """
-    check_layout(layout)
-    check_integer("position_S", position_S, ndim=1)
-    check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
-    plan = _plan(layout, position_S, partition, query_shard_group)
-    own = plan.attended_own
-    check_selection(selection_BOK, layout, own.position_S)
+    group_size(query_shard_group)
+    with header("sparse_attention_sharded", query_shard_group, agreed=agreed) as compared:
+        check_layout(layout)
+        check_integer("position_S", position_S, ndim=1)
+        check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
+        plan = _plan(layout, position_S, partition, query_shard_group)
+        own = plan.attended_own
+        check_selection(selection_BOK, layout, own.position_S)
+        if not agreed:
+            compared |= {"softmax_scale": softmax_scale, "always_select_tail": always_select_tail}
+            compared |= {"budget": selection_BOK.shape[2], "attend_bytes": attend_bytes}
+            compared |= _described(plan, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
     return attend(
         q_SBHC,
         kv_TBC.contiguous(),
@@ -136,6 +146,8 @@ def sparse_attention_sharded(
 
 
 def _plan(layout: PoolLayout, position_S: Tensor, partition: RowPartition | None, group: Group) -> SelectionPlan:
+    check_layout(layout)
+    check_integer("position_S", position_S, ndim=1)
     check_kind(RowPartition, partition=partition)
     ranks, rank, rows = group_size(group), group_rank(group), position_S.shape[0]
     partition = RowPartition.contiguous(rows, ranks) if partition is None else partition
@@ -145,6 +157,19 @@ def _plan(layout: PoolLayout, position_S: Tensor, partition: RowPartition | None
             f"{ranks} ranks"
         )
     return SelectionPlan(layout, layout.bounds(position_S), partition, rank)
+
+
+def _described(plan: SelectionPlan, **tensors: Tensor) -> dict[str, str]:
+    """The plan and the forms of tensors, as text that is equal on two ranks if and only if they are."""
+    layout, position_S = plan.layout, plan.bounds.position_S
+    segments = weights_digest([("start", layout.segment_start_BN), ("end", layout.segment_end_BN)])
+    return {
+        **{name: form_of(tensor) for name, tensor in tensors.items()},
+        "partition": plan.partition.described,
+        "layout": f"{layout.batch} samples of {layout.num_tokens} tokens in pools of {layout.pool_size}, the first "
+        f"{layout.first_pool_id}, segments {segments}",
+        "position_S": f"{len(position_S)} tokens, {weights_digest([('', position_S)])}",
+    }
 
 
 def gather_of(plan: SelectionPlan, group: Group, *, budget: int, overlap: bool) -> SelectionGather:
@@ -173,16 +198,25 @@ def select_own_rows(
     counters: SelectionCounters,
     gather: SelectionGather | None,
 ) -> Tensor:
-    """int32 `[b, o, budget]`, this rank's rows, selected in the pieces of `gather`, which hears of each."""
+    """int32 `[b, o, budget]`, this rank's rows, selected in the pieces of `gather`, which hears of each.
+
+    Whatever it raises, no other rank waits for this one in `gather`.
+    """
     rows = plan.own.rows
     select = partial(backend.select, budget=budget, score_bytes=score_bytes, use_relu=use_relu, counters=counters)
-    if gather is None or rows <= gather.piece_rows:
+    if gather is None:
         return select(q_OBHD, weights_OBH, pool_key_PBD, plan.layout, plan.own)
-    selection_BOK = q_OBHD.new_empty(plan.layout.batch, rows, budget, dtype=torch.int32)
-    for start in range(0, rows, gather.piece_rows):
-        piece = slice(start, min(start + gather.piece_rows, rows))
-        selection_BOK[:, piece] = select(
-            q_OBHD[piece], weights_OBH[piece], pool_key_PBD, plan.layout, plan.own.take(piece)
-        )
-        gather.advance(selection_BOK, piece.stop)
+    try:
+        if rows <= gather.piece_rows:
+            return select(q_OBHD, weights_OBH, pool_key_PBD, plan.layout, plan.own)
+        selection_BOK = q_OBHD.new_empty(plan.layout.batch, rows, budget, dtype=torch.int32)
+        for start in range(0, rows, gather.piece_rows):
+            piece = slice(start, min(start + gather.piece_rows, rows))
+            selection_BOK[:, piece] = select(
+                q_OBHD[piece], weights_OBH[piece], pool_key_PBD, plan.layout, plan.own.take(piece)
+            )
+            gather.advance(selection_BOK, piece.stop)
+    except Exception:
+        gather.leave()
+        raise
     return selection_BOK

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.backends import Backend, SelectionCounters
-from mcore_dsa.collectives import Group, SelectionGather, exchange_rows, gather_rows
+from mcore_dsa.collectives import Group, exchange_rows, gather_rows
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.ranges import named
+from mcore_dsa.selection_gather import SelectionGather
 from mcore_dsa.sharded import select_own_rows
+from mcore_dsa.watch import Digests
 
 
 class Projections(NamedTuple):
@@ -46,6 +48,7 @@ class SelectionRequest:
         project: runs the indexer's projections; a source that need not score never calls it.
         gather: collects what the source finds, over the group; a source may `advance` it while it works. None where
             every rank takes its own rows alone.
+        digests: takes what every rank comes to by itself and must come to alike, in forwards that compare it.
     """
 
     layer: int
@@ -53,6 +56,7 @@ class SelectionRequest:
     budget: int
     project: Callable[[], Projections]
     gather: SelectionGather | None
+    digests: Digests | None = None
 
 
 class SelectionSource(Protocol):
@@ -97,15 +101,17 @@ class Scored:
     def own_rows(self, request: SelectionRequest) -> Tensor:
         plan = request.plan
         q_LBHD, weights_LBH, key_LBD, gate_LBD, ape_JD = request.project()
-        keys_TBX = gather_rows(torch.cat([key_LBD, gate_LBD], dim=-1), self.group)
-        if plan.key_order_T is not None:
-            keys_TBX = gather_rows(keys_TBX, self.context_group).index_select(0, plan.key_order_T)
+        keys_TBX = self.gathered(torch.cat([key_LBD, gate_LBD], dim=-1), plan)
         key_TBD, gate_TBD = keys_TBX.chunk(2, dim=-1)
-        del key_LBD, gate_LBD, keys_TBX
-        q_OBHD, weights_OBH = exchange_rows([q_LBHD, weights_LBH], plan.partition, self.group)
+        del key_LBD, gate_LBD
+        q_OBHD, weights_OBH = exchange_rows([q_LBHD, weights_LBH], plan.partition, self.group, agreed=True)
         del q_LBHD, weights_LBH
         with named("compression"):
             pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)
+        if request.digests is not None:
+            request.digests.add("keys", keys_TBX, of="tokens")
+            request.digests.add("pool keys", pool_key_PBD, of="pools")
+        del keys_TBX
         return select_own_rows(
             self.backend,
             q_OBHD,
@@ -118,3 +124,10 @@ class Scored:
             counters=self.counters,
             gather=request.gather,
         )
+
+    def gathered(self, keys_LBX: Tensor, plan: SelectionPlan) -> Tensor:
+        """`[t, b, x]`, what each rank holds of its own rows, of every token in token order."""
+        keys_TBX = gather_rows(keys_LBX, self.group, agreed=True)
+        if plan.key_order_T is None:
+            return keys_TBX
+        return gather_rows(keys_TBX, self.context_group, agreed=True).index_select(0, plan.key_order_T)

@@ -187,6 +187,7 @@ def test_the_digest_is_of_every_bit_name_dtype_and_shape() -> None:
         digests.add(weights_digest(named))
     assert len(digests) == 7
     assert weights_digest([("w", weight.T.contiguous().T)]) == weights_digest([("w", weight)])
+    assert weights_digest([("w", weight[:1, ::2][:, :1])]) == weights_digest([("w", weight[:1, :1].clone())])
 
 
 def replicas_tell() -> list[str | None]:

@@ -18,8 +18,8 @@ from recorder import Recorder
 
 from mcore_dsa import DsaGeometry, PoolLayout
 from mcore_dsa.attention_work import LINK_BYTES_PER_S, MEMORY_BYTES_PER_S, attention_work, best_shard
-from mcore_dsa.collectives import SelectionGather
 from mcore_dsa.rows import PackWork, partition_rows
+from mcore_dsa.selection_gather import SelectionGather
 from mcore_dsa.settings import AttendShard, Partition
 from mcore_dsa.sharded import OVERLAP_ROWS, sparse_attention_sharded
 

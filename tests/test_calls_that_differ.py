@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import megatron_ranks
 from megatron.core import tensor_parallel
-from models import OFF, POOL, TOPK, config, gpt, tokens
+from models import OFF, POOL, TOPK, attentions, config, gpt, tokens
 from packs import Pack
 from torch.utils.checkpoint import checkpoint
 
@@ -154,3 +154,35 @@ def a_call_that_one_refuses() -> str:
 def test_a_call_that_one_rank_refuses_ends_on_every_rank() -> None:
     one, other = megatron_ranks(a_call_that_one_refuses, 2, tp=2, env=OFF, timeout=45.0)
     assert one == other
+
+
+def of_other_rows() -> list[str]:
+    """Rank 1 calls the module with other dtypes, under autocast, and with fewer rows."""
+    (layer,), told = attentions(gpt(config(num_layers=1))), []
+    for dtype, autocast, rows in (
+        (torch.bfloat16, False, 96),
+        (torch.float32, True, 96),
+        (torch.float32, False, 48),
+        (torch.float32, False, 96),
+    ):
+        if dist.get_rank() == 0:
+            dtype, autocast, rows = torch.float32, False, 96
+        given = {"query": torch.ones(rows, 2, 6, 16, dtype=dtype), "key": torch.ones(rows, 2, 1, 16, dtype=dtype)}
+        given |= {name: torch.ones(rows // 2, 2, width, dtype=dtype) for name, width in (("x", 48), ("qr", 32))}
+        try:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                told.append(str(layer(**given).shape))
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_whose_rows_are_of_other_sizes_or_dtypes_are_named() -> None:
+    """They would gather each other's bytes as keys; the module goes on once they agree."""
+    one, other = megatron_ranks(of_other_rows, 2, tp=2, env=OFF, timeout=45.0)
+    assert one == other
+    accepted = "on ranks [1]; accepted is the same on every rank"
+    assert f"'96 of 2 samples, {', '.join(['torch.bfloat16'] * 4)}' {accepted}" in one[0]
+    assert f"'96 of 2 samples, {', '.join(['torch.float32'] * 4)}, autocast to torch.bfloat16' {accepted}" in one[1]
+    assert f"'48 of 2 samples, {', '.join(['torch.float32'] * 4)}' {accepted}" in one[2]
+    assert one[3] == "torch.Size([96, 2, 96])"

@@ -12,15 +12,14 @@ from harness import RanksFailed, run_ranks
 from recorder import Recorder
 
 from mcore_dsa.collectives import (
-    SelectionGather,
     exchange_rows,
     gather_rows,
-    gather_selection,
     greatest,
     group_rank,
     group_size,
 )
 from mcore_dsa.rows import PackWork, RowExchange, RowPartition
+from mcore_dsa.selection_gather import SelectionGather, gather_selection
 
 SIZES = [1, 2, 3, 4]
 # Groups of a world of four: neighbours, and ranks that are none.
@@ -54,7 +53,7 @@ def rows_are_joined(group: Any) -> None:
             mine = every[me * rows : (me + 1) * rows]
             strided = torch.stack([mine, mine * 0], dim=-1)[..., 0]
             with poisoned(), Recorder() as log:
-                joined = gather_rows(strided, group)
+                joined = gather_rows(strided, group, agreed=True)
             assert joined.dtype == dtype
             assert torch.equal(joined, every)
             assert [call.group for call in log.calls] == [group]
@@ -78,7 +77,7 @@ def selections_are_joined(group: Any) -> None:
                 row = [row for part in partition.slices(me) for row in part]
                 strided = every[:, row].transpose(0, 2).contiguous().transpose(0, 2)
                 with poisoned(), Recorder() as log:
-                    joined = gather_selection(strided, partition, group)
+                    joined = gather_selection(strided, partition, group, agreed=True)
                 assert joined.dtype == torch.int32
                 assert torch.equal(joined, every)
                 # A row more, for the numbers of call and piece; and nothing to gather where every rank owns every row.
@@ -134,10 +133,10 @@ def nothing_is_exchanged(group: Any) -> None:
     ranks = group_size(group)
     with Recorder() as log:
         for partition in (RowPartition.zigzag(8 * ranks, ranks), RowPartition.replicated(8 * ranks, ranks)):
-            assert exchange_rows([], partition, group) == []
+            assert exchange_rows([], partition, group, agreed=True) == []
         nothing = torch.zeros(0, 3)
         for partition in (RowPartition.zigzag(0, ranks), RowPartition.replicated(0, ranks)):
-            assert exchange_rows([nothing], partition, group)[0].shape == (0, 3)
+            assert exchange_rows([nothing], partition, group, agreed=True)[0].shape == (0, 3)
     assert log.calls == []
 
 

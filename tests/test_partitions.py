@@ -14,8 +14,9 @@ from recorder import Recorder
 
 from mcore_dsa import PoolLayout, select_pools, select_pools_sharded, sharded
 from mcore_dsa.backends import SelectionCounters
-from mcore_dsa.collectives import SelectionGather, exchange_rows, gather_selection
+from mcore_dsa.collectives import exchange_rows
 from mcore_dsa.rows import PackWork, RowPartition, partition_rows
+from mcore_dsa.selection_gather import SelectionGather, gather_selection
 
 KINDS = ("contiguous", "zigzag", "balanced")
 ALL = ("off", *KINDS)
@@ -105,7 +106,7 @@ def exchange(rows: int, device: str = "cpu") -> None:
         kinds["idle"] = RowPartition(rows, ((range(5, rows),), (), (range(5),), *((),) * (ranks - 3)))
     for kind, partition in kinds.items():
         with Recorder() as log:
-            owned = exchange_rows(mine, partition, dist.group.WORLD)
+            owned = exchange_rows(mine, partition, dist.group.WORLD, agreed=True)
         index = torch.cat([torch.arange(part.start, part.stop) for part in (range(0), *partition.slices(rank))])
         for got, tensor in zip(owned, every, strict=True):
             assert got.dtype == tensor.dtype

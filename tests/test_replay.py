@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mcore_dsa import SelectionRecord
-from mcore_dsa.collectives import SelectionGather
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.replay import Recorder, Replay, Replayed
+from mcore_dsa.selection_gather import SelectionGather
 from mcore_dsa.settings import Partition
 from mcore_dsa.source import SelectionRequest
 

@@ -152,7 +152,7 @@ def what_travels(attend_bytes: int) -> tuple[int, int, int]:
     mine = share(case, partition, dist.get_rank())
     q = mine.q.clone().requires_grad_()
     with Recorder() as forward:
-        out = by_rows(replace(mine, q=q), group, partition=partition, attend_bytes=attend_bytes)
+        out = by_rows(replace(mine, q=q), group, partition=partition, attend_bytes=attend_bytes, agreed=True)
     with Recorder() as backward:
         out.backward(mine.out_grad)
     for call in (*forward.calls, *backward.calls):
@@ -198,7 +198,7 @@ def faults() -> list[str]:
             {"selection": mine.selection[:, :-1]},
             {"partition": RowPartition.contiguous(39, 2)},
         ):
-            options = {"partition": change.pop("partition")} if "partition" in change else {}
+            options = {"agreed": True, "partition": change.pop("partition", None)}
             try:
                 by_rows(replace(mine, **change), group, **options)
             except ValueError as error:

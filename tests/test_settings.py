@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from mcore_dsa.settings import (
     ATTEND_BYTES_VARIABLE,
+    DRIFT_VARIABLE,
     KERNELS_VARIABLE,
     OVERLAP_VARIABLE,
     PARTITION_VARIABLE,
     SCORE_BYTES_VARIABLE,
+    VERIFY_VARIABLE,
     bytes_text,
     read_settings,
 )
@@ -140,6 +142,33 @@ def test_kernels_are_named() -> None:
     assert fault == "MCORE_DSA_KERNELS is 'cuda'; accepted are auto, torch and triton"
 
 
+@pytest.mark.parametrize(
+    ("variable", "raw", "value"),
+    [
+        (DRIFT_VARIABLE, " 1 ", 1),
+        (DRIFT_VARIABLE, "0", 0),
+        (DRIFT_VARIABLE, str(2**31 - 1), 2**31 - 1),
+        (VERIFY_VARIABLE, "Off", 0),
+        (VERIFY_VARIABLE, "on", 16),
+        (VERIFY_VARIABLE, "1", 1),
+        (VERIFY_VARIABLE, "512", 512),
+    ],
+)
+def test_counts(variable: str, raw: str, value: int) -> None:
+    settings = read_settings({variable: raw})
+    assert settings.faults == ()
+    assert (settings.drift_every if variable == DRIFT_VARIABLE else settings.verify).value == value
+
+
+@pytest.mark.parametrize("raw", ["-1", "1.5", "yes", "1e3", str(2**31), "9" * 30, "٣"])
+def test_what_is_no_count_is_kept_as_a_fault(raw: str) -> None:
+    settings = read_settings({DRIFT_VARIABLE: raw, VERIFY_VARIABLE: raw})
+    assert (settings.drift_every.value, settings.verify.value) == (100, 0)
+    drift, verify = settings.faults
+    assert drift == f"MCORE_DSA_DRIFT_EVERY is {raw!r}; accepted are whole numbers below 2**31, 0 for never"
+    assert verify == f"MCORE_DSA_VERIFY is {raw!r}; accepted are off, on, and whole numbers of rows below 2**31"
+
+
 def test_every_fault_is_raised_at_once() -> None:
     settings = read_settings({PARTITION_VARIABLE: "striped", SCORE_BYTES_VARIABLE: "0", ATTEND_BYTES_VARIABLE: "64KB"})
     assert len(settings.faults) == 3
@@ -191,6 +220,8 @@ def test_description_is_plain_text() -> None:
         "MCORE_DSA_KERNELS": "auto",
         "MCORE_DSA_RECOMPUTE_STORE": "True",
         "MCORE_DSA_RECOMPUTE_STORE_BYTES": "8589934592",
+        "MCORE_DSA_DRIFT_EVERY": "100",
+        "MCORE_DSA_VERIFY": "0",
     }
     assert read_settings({}).describe()["SKYRL_DSA_INDEXER_TP_SHARD"] == "off"
 

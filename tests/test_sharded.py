@@ -45,7 +45,7 @@ def share(call: Call, group: Any, **options: Any) -> Tensor:
     )
 
 
-def drop_in(call: Call, group: Any, **bounds: Tensor) -> Tensor:
+def drop_in(call: Call, group: Any, **options: Any) -> Tensor:
     """Token ids of the dense call over tokens whose keys and gates are made of the same numbers."""
     key = call.pool_key_PBD.repeat_interleave(POOL_SIZE, dim=0)
     rows = len(call.position_S)
@@ -59,7 +59,7 @@ def drop_in(call: Call, group: Any, **bounds: Tensor) -> Tensor:
         gate_score=key.flip(0),
         ape=torch.linspace(-1, 1, POOL_SIZE).unsqueeze(1).expand(-1, DIM),
         query_shard_group=group,
-        **bounds,
+        **options,
     )
     return token_ids
 
@@ -68,7 +68,7 @@ def every_rank_selects(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
     """The selection and token ids on this rank, with what it scored and saw; fresh buffers are full of winners."""
     rank, counters, call = dist.get_rank(), SelectionCounters(), pack(rows, kind)
     with Recorder() as log, poisoned():
-        selection = share(call, dist.group.WORLD, counters=counters)
+        selection = share(call, dist.group.WORLD, counters=counters, agreed=True)
     ranks = dist.get_world_size()
     longest = -(-rows // ranks)
     assert [(made.group, made.output, made.input) for made in log.calls] == [
@@ -79,7 +79,7 @@ def every_rank_selects(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
         )
     ] * (rows > 0 and ranks > 1)
     with Recorder() as log, poisoned():
-        token_ids = drop_in(call, dist.group.WORLD)
+        token_ids = drop_in(call, dist.group.WORLD, agreed=True)
     assert [made.output for made in log.calls] == [(torch.int32, (ranks * 2, longest + 1, BUDGET))] * (
         rows > 0 and ranks > 1
     )
@@ -126,8 +126,8 @@ def rows_scored_with_and_without() -> tuple[list[int], list[int]]:
     rows, collectives = [], []
     for group in (dist.group.WORLD, None):
         with Recorder() as log:
-            drop_in(call, group)
-            share(call, group)
+            drop_in(call, group, agreed=True)
+            share(call, group, agreed=True)
         rows.append(sum(scored))
         collectives.append(len(log.calls))
         scored.clear()
@@ -147,8 +147,8 @@ def groups_select_for_themselves(split: list[list[int]]) -> Tensor:
     mine = next(index for index, ranks in enumerate(split) if dist.get_rank() in ranks)
     call = pack(203 + mine, "plateau", seed=mine)
     with Recorder() as log:
-        selection = share(call, groups[mine])
-        token_ids = drop_in(call, groups[mine])
+        selection = share(call, groups[mine], agreed=True)
+        token_ids = drop_in(call, groups[mine], agreed=True)
     assert [made.group for made in log.calls] == [groups[mine]] * (2 if len(split[mine]) > 1 else 0)
     assert torch.equal(token_ids, drop_in(call, None))
     return selection
@@ -169,7 +169,7 @@ def long_shards_overlap() -> None:
     expected = call.select()
     for overlap in (True, False):
         with Recorder() as log, poisoned():
-            assert torch.equal(share(call, dist.group.WORLD, overlap=overlap), expected)
+            assert torch.equal(share(call, dist.group.WORLD, overlap=overlap, agreed=True), expected)
         assert len(log.calls) == (2 if overlap else 1)
         assert all(len(made.output[1]) == 3 and made.output[1][0] == ranks for made in log.calls)
 

@@ -51,10 +51,10 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
     for kind in ALL:
         counters, before = SelectionCounters(), traffic.received_bytes
         with Recorder() as log:
-            key, gate = gather_rows(key_gate[mine], group).chunk(2, dim=-1)
+            key, gate = gather_rows(key_gate[mine], group, agreed=True).chunk(2, dim=-1)
             pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
             partition = partition_rows(kind, rows, ranks, lengths, pool_size=4, budget=3)
-            own = exchange_rows([q[mine], weights[mine]], partition, group)
+            own = exchange_rows([q[mine], weights[mine]], partition, group, agreed=True)
             index = torch.cat([torch.arange(part.start, part.stop) for part in partition.slices(rank)])
             select_pools_sharded(
                 *own,
@@ -66,6 +66,7 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
                 partition=partition,
                 overlap=False,
                 counters=counters,
+                agreed=True,
             )
         assert traffic.received_bytes - before == log.received()
         results.append((counters.rows, counters.scored_pairs, int(visible_S[index].sum()), log.received()))

@@ -46,6 +46,7 @@ class Agreement:
         *,
         source: str,
         documents: str,
+        rows: str,
         lacks: bool,
     ) -> bool:
         """Agree, if on any rank something changed since the last time; every forward asks every rank.
@@ -56,7 +57,8 @@ class Agreement:
         Args:
             query_SBHC, indexer, softmax_scale: what the module is to select and attend with.
             source: `identity` of the source that would be asked. It may be another in every call: all ranks having the
-                same one is found without agreeing on all the rest.
+                same one is found without agreeing on all the rest; so with the next two.
+            documents: `SelectionPlan.documents`. rows: `Batch.described`.
             lacks: whether this rank has no selection for this call yet.
 
         Returns: whether any rank has none.
@@ -69,7 +71,7 @@ class Agreement:
             for parameter in indexer.parameters()
         )
         now = (backend, backend.numerics(query_SBHC.device), softmax_scale, *weights)
-        number = int.from_bytes(hashlib.blake2b(f"{source}; {documents}".encode(), digest_size=7).digest())
+        number = int.from_bytes(hashlib.blake2b(f"{source}; {documents}; {rows}".encode(), digest_size=7).digest())
         changed, any_lacks, most, least = greatest(
             [now != self._agreed, lacks, number, -number], self._groups, query_SBHC.device
         )
@@ -79,7 +81,7 @@ class Agreement:
             try:
                 faults += self._budget_faults(query_SBHC, backend, indexer)
                 bits = backend.fingerprint(query_SBHC.device, indexer.heads, indexer.head_dim)
-                told = self._contract(backend, bits, indexer, softmax_scale, source, documents).describe()
+                told = self._contract(backend, bits, indexer, softmax_scale, source, documents, rows).describe()
             # Whatever it is: the others wait in the next line, and have to hear of it.
             except Exception as error:
                 faults.append(str(error) or type(error).__name__)
@@ -105,6 +107,7 @@ class Agreement:
         softmax_scale: float | None,
         source: str,
         documents: str,
+        rows: str,
     ) -> SelectionContract:
         named = {field.name for field in fields(SelectionContract)} & {field.name for field in fields(self._config)}
         of_config = {name: getattr(self._config, name) for name in named}
@@ -116,6 +119,7 @@ class Agreement:
             "weights": weights_digest(indexer.named_parameters()),
             "source": source,
             "documents": documents,
+            "rows": rows,
         }
         return SelectionContract(**{**of_config, **of_module})
 

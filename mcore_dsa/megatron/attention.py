@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_dsa.attend import Kept, LatentShards, RowCut, attend
 from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, choose
-from mcore_dsa.collectives import SelectionGather, gather_rows, reduce_rows
+from mcore_dsa.collectives import gather_rows, reduce_rows
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
@@ -26,9 +26,12 @@ from mcore_dsa.megatron.batch import Batch, plan_of
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.plan import SelectionPlan
+from mcore_dsa.selection_gather import SelectionGather
 from mcore_dsa.settings import read_settings
 from mcore_dsa.sharded import gather_of
 from mcore_dsa.source import Scored, SelectionRequest, SelectionSource
+from mcore_dsa.verified import Verified
+from mcore_dsa.watch import Digests, Watch
 
 
 class KPoolDSAttention(MegatronModule):
@@ -37,7 +40,8 @@ class KPoolDSAttention(MegatronModule):
     Attributes:
         settings: what the environment asked for when the module was built.
         source: where the selections of this rank's rows come from.
-        counters: rows and pairs this rank scored.
+        counters: rows and pairs this rank scored, and rows of other ranks it verified.
+        watch: compares what the ranks hold every so many forwards.
         recomputed: recomputations that found their first pass's selection, and those that selected again.
         indexer_seconds: host seconds spent in projections, exchange and selection.
 
@@ -88,7 +92,7 @@ class KPoolDSAttention(MegatronModule):
                 raise ValueError(kernels.fault)
         self.backend = kernels.backend
         self.counters = SelectionCounters()
-        self.source: SelectionSource = Scored(
+        scored = Scored(
             backend=self.backend,
             group=self.tp_group,
             context_group=self.cp_group,
@@ -96,6 +100,9 @@ class KPoolDSAttention(MegatronModule):
             use_relu=config.dsa_indexer_scoring_relu,
             counters=self.counters,
         )
+        verify = self.settings.verify.value
+        self.source: SelectionSource = Verified(scored, verify) if verify else scored
+        self.watch = Watch(self.settings.drift_every.value, self.tp_group, self.cp_group)
         self.recomputed = {"found": 0, "selected again": 0}
         self.indexer_seconds = 0.0
         self._agreement = Agreement(config, self.settings, kernels, self.tp_group, self.cp_group)
@@ -169,14 +176,23 @@ class KPoolDSAttention(MegatronModule):
     @torch.no_grad()
     def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept | None]:
         """int32 `[b, s, budget]`, of every row and what backward keeps, or whole, of rows that this rank attends."""
-        if self.settings.attend_shard.value == "rows" and self.tp_group.size() > 1:
-            return self._own_selection(batch, plan, None), None
-        gather = self._gather(plan)
-        own_BOK = self._own_selection(batch, plan, gather)
-        return gather.finish(own_BOK), Kept(own_BOK, lambda own_BOK: self._gather(plan).finish(own_BOK))
+        by_rows = self.settings.attend_shard.value == "rows" and self.tp_group.size() > 1
+        gather = None if by_rows else self._gather(plan)
+        own_BOK, digests = self._own_selection(batch, plan, gather)
+        whole_BSK = None if gather is None else gather.finish(own_BOK)
+        if digests is not None:
+            digests.compare(whole_BSK)
+        if whole_BSK is None:
+            return own_BOK, None
+        return whole_BSK, Kept(own_BOK, lambda own_BOK: self._gather(plan).finish(own_BOK))
 
-    def _own_selection(self, batch: Batch, plan: SelectionPlan, gather: SelectionGather | None) -> Tensor:
-        """int32 `[b, o, budget]`, of the rows that this rank selects for; without a gather of those it attends."""
+    def _own_selection(
+        self, batch: Batch, plan: SelectionPlan, gather: SelectionGather | None
+    ) -> tuple[Tensor, Digests | None]:
+        """int32 `[b, o, budget]`, of the rows that this rank selects for; without a gather of those it attends.
+
+        In a forward that the watch compares, with the digests so far.
+        """
         budget = self.config.dsa_indexer_pool_budget
         rows = plan.own.rows if gather is not None else plan.attended_own.rows
         carrier = recompute.current()
@@ -191,11 +207,14 @@ class KPoolDSAttention(MegatronModule):
             self.softmax_scale,
             source=source.identity,
             documents=plan.documents,
+            rows=batch.described,
             lacks=kept_BOK is None,
         )
         if place is not None and place.carrier.again:
             self.recomputed["selected again" if select else "found"] += 1
+        digests = None
         if select:
+            digests = self.watch.begin(self.layer_number, self.indexer.named_parameters())
             kept_BOK = source.own_rows(
                 SelectionRequest(
                     self.layer_number,
@@ -203,6 +222,7 @@ class KPoolDSAttention(MegatronModule):
                     budget,
                     lambda: self.indexer(batch.x_LBE.detach(), batch.qr_LBQ.detach()),
                     gather,
+                    digests,
                 )
             )
             if rows < kept_BOK.shape[1]:
@@ -211,7 +231,7 @@ class KPoolDSAttention(MegatronModule):
             if place is not None and not place.carrier.again:
                 place.keep(kept_BOK)
         assert kept_BOK is not None
-        return kept_BOK
+        return kept_BOK, digests
 
     def _gather(self, plan: SelectionPlan) -> SelectionGather:
         budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
@@ -246,8 +266,8 @@ class KPoolDSAttention(MegatronModule):
         if order_T is None:
             return None
         return LatentShards(
-            lambda latent_LBC: gather_rows(latent_LBC, group).index_select(0, order_T),
-            lambda grad_TBC: reduce_rows(grad_TBC.index_select(0, plan.key_token_T), group),
+            lambda latent_LBC: gather_rows(latent_LBC, group, agreed=True).index_select(0, order_T),
+            lambda grad_TBC: reduce_rows(grad_TBC.index_select(0, plan.key_token_T), group, agreed=True),
         )
 
     def _check_call(

@@ -35,6 +35,15 @@ class Batch(NamedTuple):
     x_LBE: Tensor
     qr_LBQ: Tensor
 
+    @property
+    def described(self) -> str:
+        """Text that is equal on two ranks if and only if their tensors have the sizes and dtypes of one call."""
+        rows, batch = self.query_SBHC.shape[:2]
+        kind = self.query_SBHC.device.type
+        autocast = f", autocast to {torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else ""
+        dtypes = ", ".join(str(tensor.dtype) for tensor in (self.x_LBE, self.qr_LBQ, self.query_SBHC, self.latent_SBC))
+        return f"{rows} of {batch} samples, {dtypes}{autocast}"
+
     @classmethod
     def of(cls, query: Tensor, key: Tensor, x: Tensor, qr: Tensor, *, packed: bool, tp_size: int) -> Batch:
         """From `[s, b, heads, c]`, `[s, b, 1, c]` and 3-D rows, packed from `[t, heads, c]`, `[t, 1, c]` and 2-D `qr`.
