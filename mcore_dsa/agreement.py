@@ -22,7 +22,6 @@ from mcore_dsa.settings import Settings
 # Settings that each group has agreed on so far, and how many that makes in this process.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[tuple[str, str], ...]]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count(1)
-_CALLS = "calls over the query-shard group"
 _REPLICAS_KEY = "mcore_dsa/settings"
 
 
@@ -86,7 +85,7 @@ def agree(
     values: Mapping[str, str],
     faults: Sequence[str],
     *groups: dist.ProcessGroup,
-    about: str = "settings of the query-shard group",
+    about: str = "settings",
 ) -> None:
     """Make sure that every rank of `groups` runs with the same values, before anything depends on it.
 
@@ -99,7 +98,7 @@ def agree(
     collective.
 
     Args:
-        about: what the message begins with.
+        about: what it is of the group that differs or is faulty, as the message begins.
 
     Raises: ValueError on every rank, naming the values that differ with their ranks, and every fault.
     """
@@ -114,7 +113,7 @@ def agree(
     for name in sorted({name for its_values, _ in told for name in its_values}) if comparable else ():
         problems += differences(name, [its_values.get(name, "not set") for its_values, _ in told])
     if problems:
-        raise ValueError(f"{about} (ranks within it): " + "; ".join(problems))
+        raise ValueError(f"{about} of the query-shard group (ranks within it): " + "; ".join(problems))
 
 
 def differences(name: str, values: Sequence[str], *, first_rank: int = 0) -> list[str]:
@@ -147,10 +146,10 @@ def header(call: str, group: dist.ProcessGroup | None, *, agreed: bool) -> Itera
     except Exception as error:
         if others:
             with suppress(ValueError):
-                agree({}, [f"{call}: {error}"], *others, about=_CALLS)
+                agree({}, [f"{call}: {error}"], *others, about="calls")
         raise
     if others:
-        agree({"call": call, **{name: str(value) for name, value in values.items()}}, (), *others, about=_CALLS)
+        agree({"call": call, **{name: str(value) for name, value in values.items()}}, (), *others, about="calls")
 
 
 def newly_agreed(settings: Mapping[str, str], group: dist.ProcessGroup) -> int:

@@ -68,9 +68,9 @@ class Verified:
             faults += self._again(projections, own_BOK, request)
         groups = [group for group in (self.scored.group, self.scored.context_group) if group is not None]
         if groups:
-            agree({}, faults, *groups, about=f"verification of layer {request.layer} over the query-shard group")
+            agree({}, faults, *groups, about=f"selections in layer {request.layer}")
         elif faults:
-            raise ValueError(f"verification of layer {request.layer}: " + "; ".join(faults))
+            raise ValueError(f"selections in layer {request.layer} are wrong: " + "; ".join(faults))
         return own_BOK
 
     def _again(self, projections: Projections, own_BOK: Tensor, request: SelectionRequest) -> list[str]:
@@ -206,5 +206,5 @@ def _named(bad_BR: Tensor, rows: Sequence[int], what: str, accepted: str) -> lis
     if not places:
         return []
     said = ", ".join(f"row {rows[row]} of sample {sample}" for row, sample in places[:_NAMED])
-    more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
-    return [f"{what} in {said}{more}; accepted are {accepted}"]
+    said += f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+    return [f"{what} in {said}; accepted are {accepted}"]

@@ -114,11 +114,12 @@ class Digests:
                 together = columns[start : start + ranks] if entry.of_context else columns
                 problems += self._of_ranks(entry, together, start)
         if problems:
-            raise ValueError("; ".join(problems) + " (ranks within the query-shard group, group after group)")
+            where = f"{self._where} (ranks within the query-shard group, group after group)"
+            raise ValueError(f"drift in {where}: {'; '.join(problems)}")
 
     def _of_ranks(self, entry: _Entry, words_GX: Tensor, first_rank: int) -> list[str]:
         """How these ranks, of which the first is `first_rank`, differ in one thing."""
-        name = f"{entry.name} of {self._where}"
+        name = entry.name
         if not entry.of:
             wrong = [rank for rank, finite in enumerate(words_GX[:, 1].tolist()) if not finite]
             if wrong:

@@ -147,7 +147,7 @@ def test_what_is_wrong_is_named_on_every_rank(ranks: int) -> None:
     own = ROWS // ranks
     places = {"row": own + 3, "last": 2 * own - 1, "last_but_one": 2 * own - 2, "next": 2 % ranks}
     for (_, _, said), message in zip(FAULTS.values(), of_ranks[0], strict=True):
-        assert message.startswith("verification of layer 1 over the query-shard group (ranks within it): ")
+        assert message.startswith("selections in layer 1 of the query-shard group (ranks within it): ")
         assert re.search(said.format(**places), message), message
 
 
