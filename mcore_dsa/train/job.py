@@ -6,11 +6,13 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from megatron.core import parallel_state
 from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
+from mcore_dsa.train.attendance import Attendance
 from mcore_dsa.train.checkpointing import (
     Checkpoint,
     latest_checkpoint,
@@ -30,6 +33,7 @@ from mcore_dsa.train.checkpointing import (
 )
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
+from mcore_dsa.train.ending import Status, Stopped
 from mcore_dsa.train.faults import faults_of
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
@@ -92,12 +96,19 @@ def prepare(config: JobConfig, world_size: int) -> Job:
     return Job(config=config, corpus=corpus, samples=samples, start=start, pretrained=pretrained)
 
 
-def train(job: Job) -> Summary:
+def train(
+    job: Job, *, stop: Callable[[], bool] = lambda: False, at: Callable[[str], None] = lambda doing: None
+) -> Summary:
     """Run a job; every rank of the default process group has to call this, and gets the same losses.
 
     A fresh run in the folder of an earlier one sets that one aside under a numbered name.
 
-    Raises: ValueError where the ranks do not agree on the run, RuntimeError where a gradient is not finite.
+    Args:
+        stop: whether this rank has been asked to stop; the step in which it says so is the last one on every rank.
+        at: told what begins.
+
+    Raises: ValueError where the ranks do not agree on the run, RuntimeError where a gradient is not finite, `Stopped`
+    when a checkpoint of the last step stands.
     """
     parallel = job.config.parallel
     parallel_state.initialize_model_parallel(
@@ -106,20 +117,22 @@ def train(job: Job) -> Summary:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        distributed_timeout_minutes=math.ceil(_timeout(job.config) / timedelta(minutes=1)),
     )
     try:
         _check_agreement(job)
         if dist.get_rank() == 0:
             _open_run_dir(job)
         dist.barrier()
-        result = _run_steps(job, title="train", record=True)
+        result = _run_steps(job, title="train", record=True, stop=stop, at=at)
         identical = None
         if job.config.compare_unsharded:
             # The first model, in reference cycles, would stay beside the second.
             gc.collect()
             with _partition_off():
                 # A loss that is not a number has ended the run, so equal floats have equal bits.
-                identical = _run_steps(job, title="unsharded", record=False).losses == result.losses
+                again = _run_steps(job, title="unsharded", record=False, stop=stop, at=at)
+                identical = again.losses == result.losses
     finally:
         parallel_state.destroy_model_parallel()
     training = job.config.training
@@ -139,11 +152,12 @@ def train(job: Job) -> Summary:
     )
 
 
-def run(config: JobConfig) -> int:
+def run(config: JobConfig, attendance: Attendance) -> Status:
     """Train in a process that torchrun started, and print the summary as the last line of rank 0's stdout.
 
-    Returns: the exit status: 0, 1 if unsharded losses were asked for and differ, 2 for a run that cannot start, 130
-    interrupted.
+    Returns: what to end with.
+
+    Raises: as `prepare` and `train`, and ValueError where torchrun did not start the process.
     """
     applied = patches.apply()
     _logger.info(
@@ -151,25 +165,23 @@ def run(config: JobConfig) -> int:
         applied.megatron_version,
         len(applied.replaced),
     )
-    try:
-        if not dist.is_torchelastic_launched():
-            raise ValueError(
-                "the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ..."
-            )
-        job = prepare(config, int(os.environ["WORLD_SIZE"]))
-    except ValueError as error:
-        print(f"mcore_dsa.train: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        with _process_group():
-            summary = train(job)
-            first = dist.get_rank() == 0
-    except KeyboardInterrupt:
-        print("mcore_dsa.train: interrupted", file=sys.stderr)
-        return 130
+    if not dist.is_torchelastic_launched():
+        raise ValueError("the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ...")
+    job = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with _process_group(config):
+        first = dist.get_rank() == 0
+        try:
+            ended: Summary | Stopped = train(job, stop=attendance.stop, at=attendance.at)
+        except Stopped as stopped:
+            ended = stopped
+        attendance.close()
+    if isinstance(ended, Stopped):
+        if first:
+            print(f"mcore_dsa.train: {ended}, with a checkpoint of it in {config.run_dir}", file=sys.stderr)
+        return Status.STOPPED
     if first:
-        print(summary.as_json(), flush=True)
-    return 1 if summary.unsharded_losses_bit_identical is False else 0
+        print(ended.as_json(), flush=True)
+    return Status.FAILED if ended.unsharded_losses_bit_identical is False else Status.DONE
 
 
 @dataclass(kw_only=True, eq=False)
@@ -182,8 +194,9 @@ class _Result:
     flag: str
 
 
-def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
+def _run_steps(job: Job, *, title: str, record: bool, stop: Callable[[], bool], at: Callable[[str], None]) -> _Result:
     """The steps that are left, with the settings of the moment; `record` writes files and checkpoints."""
+    at(f"the start of {title}")
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -194,12 +207,17 @@ def _run_steps(job: Job, *, title: str, record: bool) -> _Result:
     save_every = config.checkpoint.save_every
     with RunLog(config, done=trainer.step, title=title, write=record) if first else nullcontext() as log:
         while trainer.step < config.training.steps:
-            reports.append(trainer.train_step())
+            at(f"step {trainer.step + 1}")
+            reports.append(trainer.train_step(stop))
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps
-            if record and (last or (save_every and trainer.step % save_every == 0)):
+            stopped = reports[-1].stop and not last
+            if record and (last or stopped or (save_every and trainer.step % save_every == 0)):
+                at(f"the checkpoint of step {trainer.step}")
                 save_checkpoint(trainer, job.run_dir, job.corpus.digest)
+            if stopped:
+                raise Stopped(trainer.step)
     return _Result(
         losses=[report.loss for report in reports],
         seconds=sum(report.seconds for report in reports),
@@ -267,13 +285,19 @@ def _partition_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _process_group() -> Iterator[None]:
-    """The default process group of a process that torchrun started: NCCL where there is CUDA, gloo elsewhere."""
+def _process_group(config: JobConfig) -> Iterator[None]:
+    """The default process group of a process that torchrun started: NCCL where there is CUDA, gloo elsewhere.
+
+    After an error it is left as it is: it is the error that the other ranks are to hear of.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-    finally:
-        # A process that ends with its group alive aborted in 10 of 40 runs over gloo.
-        dist.destroy_process_group()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_timeout(config))
+    yield
+    # A process that ends with its group alive aborted in 10 of 40 runs over gloo.
+    dist.destroy_process_group()
+
+
+def _timeout(config: JobConfig) -> timedelta:
+    """Of collectives: only where whoever waits is not ended, with the reason, before."""
+    return timedelta(seconds=config.waiting.end_after_s) + timedelta(minutes=1)

@@ -34,6 +34,7 @@ class StepReport:
         loss: mean over the counted tokens of the global batch, before the step's update.
         learning_rate: of the step's update.
         gradient_norm: before clipping.
+        stop: whether any rank was asked to stop before the end of the step.
         seconds: wall time of the step.
         indexer_seconds: of them, in projections and selection of the indexers on this rank; on CUDA the time it took
             to launch them.
@@ -43,6 +44,7 @@ class StepReport:
     loss: float
     learning_rate: float
     gradient_norm: float
+    stop: bool
     seconds: float
     indexer_seconds: float
 
@@ -88,8 +90,11 @@ class Trainer:
         shared.grad_scale_func = self.optimizer.scale_loss
         shared.finalize_model_grads_func = finalize_model_grads
 
-    def train_step(self) -> StepReport:
+    def train_step(self, stop: Callable[[], bool] = lambda: False) -> StepReport:
         """One step: forward and backward over the global batch, reduced gradients, an update.
+
+        Args:
+            stop: whether this rank has been asked to stop; asked when all else is done.
 
         Raises: RuntimeError where a gradient is not finite.
         """
@@ -101,13 +106,14 @@ class Trainer:
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
-        loss = _mean_over_batch(sums, self._device)
+        loss, stopped = _mean_over_batch(sums, self._device, stop=stop())
         self.step += 1
         return StepReport(
             step=self.step,
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups),
             gradient_norm=float(gradient_norm),
+            stop=stopped,
             seconds=time.perf_counter() - started,
             indexer_seconds=self._indexer_seconds() - indexer_before,
         )
@@ -199,13 +205,16 @@ def _loss(loss_BL: Tensor, *, is_counted_BL: Tensor) -> tuple[Tensor, Tensor, Te
     return total, tokens, torch.stack([total.detach().double(), tokens.double()])
 
 
-def _mean_over_batch(sums: list[Tensor], device: torch.device) -> float:
-    """The mean over the tokens of all micro batches and ranks, from the last pipeline stage to every rank."""
-    total = torch.stack(sums).sum(dim=0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    loss, tokens = total.tolist()
+def _mean_over_batch(sums: list[Tensor], device: torch.device, *, stop: bool = False) -> tuple[float, bool]:
+    """On every rank the mean over the tokens of all micro batches and ranks, and whether any rank says `stop`.
+
+    In one reduction over all ranks, where tensor-parallel ranks hold equal sums, and pipeline stages but the last none.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    if sums and parallel_state.get_tensor_model_parallel_rank() == 0:
+        total[:2] = torch.stack(sums).sum(dim=0)
+    total[2] = stop
+    dist.all_reduce(total)
+    loss, tokens, stops = total.tolist()
     # A batch of documents of one token predicts nothing.
-    return float(loss / max(tokens, 1.0))
+    return loss / max(tokens, 1.0), stops > 0

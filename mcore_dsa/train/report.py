@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TextIO
 
 from tqdm import tqdm
 
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
+
+_logger = logging.getLogger(__name__)
+
+# Between two lines of progress where there is no terminal.
+_LINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +82,9 @@ class RunLog:
             desc=title,
             unit="step",
             disable=not config.logging.progress,
-            mininterval=0.5,
+            # A file gets a line now and then.
+            file=None if sys.stderr.isatty() else _Lines(sys.stderr),
+            mininterval=0.5 if sys.stderr.isatty() else _LINE_EVERY_S,
         )
         self._metrics = None
         self._board: SummaryWriter | None = None
@@ -85,9 +95,7 @@ class RunLog:
         # Line buffered, so that what is on disk ends with a whole step.
         self._metrics = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
         if config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
+            self._board = _open_board(run_dir / "tensorboard", done)
 
     def __call__(self, report: StepReport) -> None:
         """Write and show one step."""
@@ -107,9 +115,21 @@ class RunLog:
         }
         if self._metrics is not None:
             self._metrics.write(json.dumps({"step": report.step, **values}) + "\n")
-        if self._board is not None:
+
+        def add(board: SummaryWriter) -> None:
             for name, value in values.items():
-                self._board.add_scalar(name, value, report.step)
+                board.add_scalar(name, value, report.step)
+
+        self._on_board(add)
+
+    def _on_board(self, write: Callable[[SummaryWriter], object]) -> None:
+        """Pictures are worth no run: TensorBoard's first fault is its last."""
+        if self._board is not None:
+            try:
+                write(self._board)
+            except Exception as error:
+                _logger.warning("TensorBoard has failed, and the run goes on without: %s", error)
+                self._board = None
 
     def __enter__(self) -> Self:
         return self
@@ -120,8 +140,35 @@ class RunLog:
         self._bar.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._board is not None:
-            self._board.close()
+        self._on_board(lambda board: board.close())
+
+
+class _Lines:
+    """A stream on which a progress bar is a line each time that it is drawn."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what there is between carriage returns, each on a line of its own."""
+        for line in text.split("\r"):
+            if line.strip():
+                self._stream.write(f"{line.strip()}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """As the stream."""
+        self._stream.flush()
+
+
+def _open_board(folder: Path, done: int) -> SummaryWriter | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(folder), purge_step=done + 1)
+    except Exception as error:
+        _logger.warning("TensorBoard cannot write to %s, and the run goes on without: %s", folder, error)
+        return None
 
 
 def _drop_steps_after(metrics: Path, step: int) -> None:
