@@ -44,6 +44,8 @@ class Attendance:
         self._board: Board | None = None
         self._watch: Watch | None = None
         self._main_ends = threading.Event()
+        # Neither thread may end the process while the other prints.
+        self._printing = threading.Lock()
 
     def begin(self) -> None:
         """Attend to this process from here on; for the main thread of a rank that torchrun started, or of any other."""
@@ -96,8 +98,8 @@ class Attendance:
                 return failure
             watch.listen()
             time.sleep(watch.interval)
-        missing = watch.missing(silent=True)
-        return watch.found(f"rank {board.rank}, at {watch.doing}, has lost {missing}") if missing else None
+        lost = watch.lost()
+        return watch.found(f"rank {board.rank}, at {watch.doing}, has lost {lost}") if lost else None
 
     def _end_with(self, failure: Failure) -> None:
         """End this process from the watch's thread, if its main thread does not come out of what it waits for."""
@@ -112,10 +114,11 @@ class Attendance:
     def _last_word(self, board: Board, failure: Failure, own: list[str]) -> int:
         """Print a failure if rank 0 does not, or if this is rank 0."""
         until = time.monotonic() + (_RANK_0_S if board.rank else 0.0)
-        while not board.last_word_claimed():
-            if time.monotonic() >= until and board.claim_last_word():
-                return self._print(failure, own)
-            time.sleep(0.05)
+        with self._printing:
+            while not board.last_word_claimed():
+                if time.monotonic() >= until and board.claim_last_word():
+                    return self._print(failure, own)
+                time.sleep(0.05)
         leave_record(failure.lines)
         return failure.status
 

@@ -74,8 +74,7 @@ class StopRequest:
         signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         for number in self.SIGNALS:
             signal.signal(number, lambda *_: None)
-        # A process that writes checkpoint files for this one would write its signals into the same pipe.
-        os.register_at_fork(after_in_child=self._uninstall)
+        os.register_at_fork(after_in_child=self._in_child)
         threading.Thread(target=self._read, args=(read, write), name="signals", daemon=True).start()
 
     def ignore(self) -> None:
@@ -91,10 +90,12 @@ class StopRequest:
                 os._exit(128 + number[0])
             self._asked = True
 
-    def _uninstall(self) -> None:
+    def _in_child(self) -> None:
+        # Such a process writes files of a checkpoint: its signals are not for the parent's pipe, nor to cut it short
+        # when torchrun sends them to all of a rank's processes.
         signal.set_wakeup_fd(-1)
         for number in self.SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN)
 
 
 def die_with_launcher() -> None:
@@ -123,8 +124,10 @@ def sentences_of(error: BaseException) -> tuple[list[str], Status]:
 
 def say(lines: list[str]) -> None:
     """The last words of a run, on stderr."""
-    sys.stdout.flush()
-    print("\n".join(f"{_PROGRAM}: error: {line}" for line in lines), file=sys.stderr, flush=True)
+    # Whoever read them may be gone.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        print("\n".join(f"{_PROGRAM}: error: {line}" for line in lines), file=sys.stderr, flush=True)
 
 
 def leave_record(lines: list[str]) -> None:

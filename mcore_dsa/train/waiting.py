@@ -73,17 +73,9 @@ class Watch:
         self._closed.set()
         self._thread.join()
 
-    def missing(self, *, silent: bool = False) -> str:
-        """Whom this rank waits for, and where they are, from what has been heard; only who is `silent`, or all."""
-        others = [rank for rank in range(len(self._beats)) if rank != self._board.rank]
-        late = [rank for rank in others if self._beats[rank] is None or self._is_silent(rank)]
-        if not silent:
-            late = late or [rank for rank in others if (beat := self._beats[rank]) and beat.phase < self._phase]
-            late = late or [rank for rank in others if (beat := self._beats[rank]) and not beat.collective]
-            # All of them are in collectives: then these are not the same.
-            late = late or others
-        named = ", ".join(self._describe(rank) for rank in late[:4])
-        return named + (f" and {len(late) - 4} others" if len(late) > 4 else "")
+    def lost(self) -> str:
+        """Whom nothing is heard of, and where they were; empty where all are."""
+        return self._describe_all(self._silent())
 
     def listen(self) -> None:
         """Read where the others are."""
@@ -135,12 +127,20 @@ class Watch:
 
     def _judge(self, said: bool) -> tuple[bool, Failure | None]:
         """Whether a wait has been spoken of, and what ends the run."""
-        beat, waited = self._beat(), self._still * self._interval
-        # On a device the host may wait anywhere.
-        if waited < self._say_after or not self._beats or not (beat.collective or self._late()):
+        waited = self._still * self._interval
+        if waited < self._say_after or not self._others():
             return False, None
+        beat, late = self._beat(), self._silent() or self._behind()
+        # On a device the host may wait anywhere.
+        if not beat.collective and not late:
+            return False, None
+        late = late or [rank for rank in self._others() if (other := self._beats[rank]) and not other.collective]
+        # All of them are in collectives: then these are not the same.
+        late = late or self._others()
         where = f"in {beat.collective} ({beat.place})" if beat.collective else f"in {beat.place}"
-        line = f"rank {self._board.rank} has waited {waited:.0f} s at {beat.doing} {where} for {self.missing()}"
+        line = (
+            f"rank {self._board.rank} has waited {waited:.0f} s at {beat.doing} {where} for {self._describe_all(late)}"
+        )
         if not said and self._speaks():
             _logger.warning("%s", line)
         stillness = [
@@ -152,11 +152,15 @@ class Watch:
             return True, None
         return True, self._board.fail(self.found(line))
 
-    def _late(self) -> list[int]:
-        """Other ranks that are silent, or if none is, that are in an earlier phase."""
-        others = [rank for rank in range(len(self._beats)) if rank != self._board.rank]
-        silent = [rank for rank in others if self._beats[rank] is None or self._is_silent(rank)]
-        return silent or [rank for rank in others if (beat := self._beats[rank]) and beat.phase < self._phase]
+    def _others(self) -> list[int]:
+        """The other ranks, none before they have been read of."""
+        return [rank for rank in range(len(self._beats)) if rank != self._board.rank]
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in self._others() if self._beats[rank] is None or self._is_silent(rank)]
+
+    def _behind(self) -> list[int]:
+        return [rank for rank in self._others() if (beat := self._beats[rank]) and beat.phase < self._phase]
 
     def _speaks(self) -> bool:
         """Whether this is the first of the ranks that wait: one of them says it, not all."""
@@ -168,6 +172,10 @@ class Watch:
     def _is_silent(self, rank: int) -> bool:
         heard = self._heard.get(rank)
         return heard is not None and self._count - heard[1] >= MISSED * (1 + self._board.size // 32)
+
+    def _describe_all(self, ranks: Sequence[int]) -> str:
+        more = f" and {len(ranks) - 4} others" if len(ranks) > 4 else ""
+        return ", ".join(self._describe(rank) for rank in ranks[:4]) + more
 
     def _describe(self, rank: int) -> str:
         beat = self._beats[rank]
