@@ -1,5 +1,7 @@
 """How a run ends: on a signal, by a fault of one rank, while one waits for another; and what it says last."""
 
+import errno
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -24,6 +26,17 @@ from train_runs import FLAG, losses, start, tiny
 RUN = "--training.steps 4 --checkpoint.save_every 1 --waiting.say_after_s 1.5 --waiting.end_after_s 2"
 
 
+def is_interrupted_without_tensorboard() -> None:
+    """As `is_interrupted`, and nothing can be written to TensorBoard from here on."""
+    from torch.utils import tensorboard
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tensorboard.SummaryWriter.add_scalar = fail
+    is_interrupted()
+
+
 def disk_is_full() -> None:
     """From here on no file of this rank grows beyond 16 KiB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14))
@@ -34,14 +47,22 @@ def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path)
     straight, run_dir, last = tmp_path / "straight", tmp_path / "run", ranks - 1
     start(tiny(straight, RUN), ranks)
 
-    def fault(step: int, what: Callable[[], None], of: int = last) -> Ended:
-        resume = "--resume" if step > 1 else ""
-        return attended(run_dir, ranks, RUN, resume, fault=partial(in_step, step, what), of_rank=of)
+    def fault(step: int, what: Callable[[], None], options: str = "--resume", *, of: int = last) -> Ended:
+        return attended(run_dir, ranks, RUN, options, fault=partial(in_step, step, what), of_rank=of)
 
     # One rank is asked, the last or the first.
-    asked = fault(1, is_interrupted, of=0) if ranks == 2 else fault(1, is_asked_to_stop)
+    shown = "--logging.progress true --logging.tensorboard true"
+    asked = (
+        fault(1, is_interrupted_without_tensorboard, shown, of=0) if ranks == 2 else fault(1, is_asked_to_stop, shown)
+    )
     assert asked.statuses == [75] * ranks
-    assert "mcore_dsa.train: stopped after step 1, with a checkpoint of it in" in asked.stderr[0].splitlines()[-1]
+    said = asked.stderr[0].splitlines()
+    assert "mcore_dsa.train: stopped after step 1, with a checkpoint of it in" in said[-1]
+    # Without a terminal progress is a line now and then.
+    assert "\r" not in asked.stderr[0]
+    assert any(line.startswith("train:") and "1/4 [" in line for line in said)
+    # rank 0 of the two had its TensorBoard broken.
+    assert any("TensorBoard" in line and "goes on without" in line for line in said) == (ranks == 2)
 
     raised = fault(2, raises)
     assert raised.statuses == [1] * ranks

@@ -1,17 +1,11 @@
-"""What a run says of itself: errors in a line, progress without a terminal, and pictures that are worth no run."""
+"""What a rank says when it ends, and which of them."""
 
 import errno
-import io
-import logging
 import os
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from train_runs import metrics, tiny
 
 from mcore_dsa.train.board import Board, Failure
 from mcore_dsa.train.ending import Status, sentences_of
@@ -67,68 +61,3 @@ def test_the_first_failure_is_everyones_and_one_rank_has_the_last_word() -> None
     assert not boards[0].last_word_claimed()
     assert [boards[rank].claim_last_word() for rank in (2, 0, 1, 2)] == [True, False, False, False]
     assert boards[0].last_word_claimed()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_without_a_terminal_progress_is_a_line_now_and_then(
-    stream: type[io.StringIO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = stream()
-    monkeypatch.setattr(sys, "stderr", shown)
-    steps = 200
-    write_log(tmp_path, steps, "--logging.progress true")
-    text = shown.getvalue()
-    assert f"{steps}/{steps}" in text
-    assert "loss 1.000" in text
-    if stream is io.StringIO:
-        assert "\r" not in text
-        assert text.endswith("\n")
-        assert 1 <= len(text.splitlines()) < steps / 10
-    else:
-        assert "\r" in text
-
-
-def write_log(run_dir: Path, steps: int, *options: str) -> None:
-    from mcore_dsa.train.loop import StepReport
-    from mcore_dsa.train.report import RunLog
-
-    config = tiny(run_dir, f"--training.steps {steps}", *options)
-    with RunLog(config, done=0, title="train") as log:
-        for step in range(1, steps + 1):
-            log(
-                StepReport(
-                    step=step,
-                    loss=1.0,
-                    learning_rate=1.0,
-                    gradient_norm=1.0,
-                    stop=False,
-                    seconds=1.0,
-                    indexer_seconds=0.1,
-                )
-            )
-
-
-@pytest.mark.parametrize("fails", ["at first", "later", "at the end"])
-def test_a_failing_tensorboard_does_not_end_training(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from torch.utils import tensorboard
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise FULL
-
-    if fails == "at first":
-        (tmp_path / "tensorboard").write_text("a file")
-    else:
-        monkeypatch.setattr(tensorboard.SummaryWriter, "add_scalar" if fails == "later" else "close", fail)
-    with caplog.at_level(logging.WARNING):
-        write_log(tmp_path, 3, "--logging.tensorboard true")
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
-    warnings = [record.getMessage() for record in caplog.records if record.name == "mcore_dsa.train.report"]
-    assert len(warnings) == 1
-    assert "the run goes on without" in warnings[0]

@@ -106,7 +106,7 @@ class Trainer:
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
-        loss, stopped = _mean_over_batch(sums, self._device, stop=stop())
+        loss, stopped = _over_all_ranks(sums, self._device, stop=stop())
         self.step += 1
         return StepReport(
             step=self.step,
@@ -205,7 +205,7 @@ def _loss(loss_BL: Tensor, *, is_counted_BL: Tensor) -> tuple[Tensor, Tensor, Te
     return total, tokens, torch.stack([total.detach().double(), tokens.double()])
 
 
-def _mean_over_batch(sums: list[Tensor], device: torch.device, *, stop: bool = False) -> tuple[float, bool]:
+def _over_all_ranks(sums: list[Tensor], device: torch.device, *, stop: bool) -> tuple[float, bool]:
     """On every rank the mean over the tokens of all micro batches and ranks, and whether any rank says `stop`.
 
     In one reduction over all ranks, where tensor-parallel ranks hold equal sums, and pipeline stages but the last none.
