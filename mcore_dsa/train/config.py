@@ -285,17 +285,19 @@ def build_parser() -> ArgumentParser:
         default=None,
         help="Folder of a Hugging Face checkpoint to take the attention's weights from, null for none.",
     )
-    groups = {
-        "model": ModelConfig,
-        "parallel": ParallelConfig,
-        "training": TrainingConfig,
-        "checkpoint": CheckpointConfig,
-        "waiting": WaitingConfig,
-        "logging": LoggingConfig,
-    }
-    for name, group in groups.items():
+    for name, group in _GROUPS.items():
         parser.add_class_arguments(group, name)
     return parser
+
+
+_GROUPS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "waiting": WaitingConfig,
+    "logging": LoggingConfig,
+}
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:

@@ -200,7 +200,7 @@ def _run_steps(job: Job, *, title: str, record: bool, stop: Callable[[], bool], 
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trainer = Trainer(config, job.samples, device, pretrained=job.pretrained)
+    trainer = Trainer(config, job.samples, device, pretrained=job.pretrained, stop=stop)
     if job.start is not None:
         load_checkpoint(trainer, job.start)
     reports: list[StepReport] = []
@@ -208,7 +208,7 @@ def _run_steps(job: Job, *, title: str, record: bool, stop: Callable[[], bool], 
     with RunLog(config, done=trainer.step, title=title, write=record) if first else nullcontext() as log:
         while trainer.step < config.training.steps:
             at(f"step {trainer.step + 1}")
-            reports.append(trainer.train_step(stop))
+            reports.append(trainer.train_step())
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps

@@ -54,6 +54,7 @@ class Trainer:
 
     Megatron's groups have to exist; its random states are seeded here. Equal arguments on equal groups give equal
     weights and, step by step, equal losses to the last bit. `pretrained` replaces the attention's initial weights.
+    `stop` says whether this rank has been asked to stop; it is asked at the end of each step.
 
     Attributes:
         step: steps done.
@@ -69,8 +70,10 @@ class Trainer:
         device: torch.device,
         *,
         pretrained: CheckpointBinding | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
+        self._stop = stop
         self.step = 0
         self._samples = samples
         self._device = device
@@ -90,11 +93,8 @@ class Trainer:
         shared.grad_scale_func = self.optimizer.scale_loss
         shared.finalize_model_grads_func = finalize_model_grads
 
-    def train_step(self, stop: Callable[[], bool] = lambda: False) -> StepReport:
+    def train_step(self) -> StepReport:
         """One step: forward and backward over the global batch, reduced gradients, an update.
-
-        Args:
-            stop: whether this rank has been asked to stop; asked when all else is done.
 
         Raises: RuntimeError where a gradient is not finite.
         """
@@ -106,7 +106,7 @@ class Trainer:
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
-        loss, stopped = _over_all_ranks(sums, self._device, stop=stop())
+        loss, stopped = _over_all_ranks(sums, self._device, stop=self._stop())
         self.step += 1
         return StepReport(
             step=self.step,
