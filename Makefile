@@ -1,5 +1,5 @@
 .DELETE_ON_ERROR:
-.PHONY: train test soak lint bench clean
+.PHONY: train test soak fuzz lint bench clean
 
 PYTHON ?= python3.12
 VENV := .venv
@@ -10,7 +10,7 @@ TYPED := build/typed/mcore_dsa
 
 export OMP_NUM_THREADS := 1
 # Megatron compiles its small fusions with torch.compile, which takes minutes on a CPU and needs a C++ compiler.
-test soak train: export TORCHDYNAMO_DISABLE := 1
+test soak fuzz train: export TORCHDYNAMO_DISABLE := 1
 
 train: $(INSTALLED)
 	SKYRL_DSA_INDEXER_TP_SHARD=1 $(BIN)/python -m mcore_dsa.train.launch --standalone --nproc-per-node 2 \
@@ -22,6 +22,10 @@ test: $(INSTALLED)
 # ARGS="--minutes 60 --seed 7 -- tests/test_kpool.py"
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)
+
+# ARGS="--cases 5000 --seed 3 --target records"
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

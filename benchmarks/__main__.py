@@ -1,4 +1,4 @@
-"""`make bench`: ratios of the selection engine, measured side by side in one run, and what they should be.
+"""`make bench`: ratios of selection and attention, measured side by side in one run, and what they should be.
 
 Nothing is printed unless the exactness tests pass first. Absolute times mean nothing on a shared machine; every figure
 is the median of ratios of two things timed one after the other, on one thread by default.
@@ -17,13 +17,13 @@ from statistics import median
 
 import torch
 
-from benchmarks import cases, memory
+from benchmarks import attention, cases, memory
 from benchmarks.picture import draw
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.work import selection_work
 
 ROOT = Path(__file__).resolve().parents[1]
-EXACTNESS = ("test_scoring.py", "test_selection.py", "test_selection_contract.py", "test_sharded.py")
+EXACTNESS = ("test_scoring.py", "test_selection.py", "test_selection_contract.py", "test_sharded.py", "test_row_cut.py")
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,14 @@ def measure(
         figures.append(figure(name, ratios, **limits.get((size, kind), {})))
     packed = cases.pack_over_document(repetitions)
     figures.append(figure("(d) 8 documents of 4,096 / 1 of 32,768", packed, bar=0.14, aim=0.11))
+    for name, ratios in attention.over_bare_products(repetitions).items():
+        limits_of_pass = {"aim": 1.5} if name == "forward" else {}
+        figures.append(figure(f"(f) attention of 64 heads / bare products, {name}", ratios, **limits_of_pass))
+    for (size, name), ratios in attention.heads_over_rows(repetitions).items():
+        limits_of_size = {"aim": 2.0} if size == 8 else {}
+        figures.append(
+            figure(f"(g) attention by heads / by rows, {size} ranks, {name}", ratios, at_least=True, **limits_of_size)
+        )
     peaks = {length: memory.peak_extra_bytes(length) for length in lengths}
     for length, (peak, outputs) in peaks.items():
         ratio = (peak - outputs) / memory.SCORE_BYTES

@@ -10,7 +10,11 @@ from test_attention import glm_case
 
 from benchmarks.cases import BUDGET, DIM, HEADS, Inputs
 from mcore_dsa import select_pools
+from mcore_dsa.backends import SelectionCounters
+from mcore_dsa.backends.choice import Target, triton_refusal
+from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.backends.torch.scoring import tile_for
+from mcore_dsa.backends.triton import TritonBackend
 from mcore_dsa.settings import DEFAULT_SCORE_BYTES
 
 TOKENS = (8192, 65536)
@@ -68,7 +72,31 @@ def attention() -> None:
     print(f"  the same bits under 32 MiB, 256 MiB and 1 GiB: output {same[0]}, dq {same[1]}, dkv {same[2]}")
 
 
+def kernels() -> None:
+    """The Triton backend's selection over torch's, and its share of what bf16 products reach here."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    peak = 2 * 8192**3 / milliseconds(partial(torch.mm, a, b))
+    for tokens in TOKENS:
+        inputs = moved(Inputs.of(tokens))
+        data = inputs.q.bfloat16(), inputs.weights, inputs.pool_key.bfloat16(), inputs.layout
+        bounds = inputs.layout.bounds(torch.arange(tokens, device=DEVICE))
+        took = {}
+        for backend in (TorchBackend(), TritonBackend()):
+            counters = SelectionCounters()
+            options = {"budget": BUDGET, "score_bytes": DEFAULT_SCORE_BYTES, "use_relu": True, "counters": counters}
+            took[backend.name] = milliseconds(partial(backend.select, *data, bounds, **options), 3)
+        share = 2 * HEADS * DIM * inputs.work.scored_pairs / took["triton"] / peak
+        print(f"selection of {tokens:,} tokens, Triton over torch: {took['triton'] / took['torch']:.4f}")
+        print(
+            f"  over the measured bf16 product peak, {peak / 1e9:.0f} TFLOP/s: {share:.2f}  ({took['triton']:.2f} ms)"
+        )
+
+
 if __name__ == "__main__":
     print(f"{torch.cuda.get_device_name(DEVICE)}, torch {torch.__version__}, {HEADS} heads x {DIM}, budget {BUDGET}")
     selection()
     attention()
+    if refused := triton_refusal(Target.of(DEVICE, torch.bfloat16, heads=HEADS, dim=DIM)):
+        print(f"no Triton kernels: {refused}")
+    else:
+        kernels()

@@ -8,7 +8,7 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONPATH="$PWD:$PWD/tests:$PWD/gpu_ci${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/kernels:$PWD/gpu_ci${PYTHONPATH:+:$PYTHONPATH}"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -42,6 +42,7 @@ SKYRL_DSA_INDEXER_TP_SHARD=1 "$PYTHON" -m torch.distributed.run --standalone --n
     --training.steps 20 --training.dtype bf16 --logging.progress false "$compare" || failed+=("training")
 
 "$PYTHON" gpu_ci/measure.py || failed+=("measurements")
+"$PYTHON" gpu_ci/measure_attention.py || failed+=("measurements of attention")
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "gpu_ci: FAILED: ${failed[*]}" >&2

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attend_bounds import error_bounds
 from attend_cases import Case, add_row_by_row, assert_equal, random_slots, smallest_budget
 from hypothesis import given, settings
 from layouts import segmentations
@@ -13,6 +14,9 @@ from test_attend import GEOMETRIES
 from torch import Tensor
 
 from mcore_dsa import expand_selection
+from mcore_dsa.attend import attend
+from mcore_dsa.backends import AttentionCall
+from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.backends.torch.attend import _add_in_row_order
 from mcore_dsa.backends.torch.slots import Slots
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES
@@ -55,6 +59,23 @@ def test_equals_the_oracle(segmentation, geometry) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_oracle_at_the_published_sizes(dtype: torch.dtype) -> None:
     assert_near_float64(glm_case().to(dtype))
+
+
+def test_bf16_operands_of_the_torch_path() -> None:
+    """By that path, where the public function may take others' kernels: within derived bounds, equal in equal runs."""
+    case = Case.random([[(0, 70), (70, 73), (80, 150)], [(3, 140)]], 150, heads=9, channels=64, budget=9)
+    case = case.to(torch.bfloat16)
+    exact, there = case.to(torch.float64), moved(case)
+    q, kv = there.q.requires_grad_(), there.kv.requires_grad_()
+    call = AttentionCall(there.layout, there.layout.bounds(there.position), there.scale, there.tail, 1 << 24)
+    results = []
+    for _ in range(2):
+        out = attend(q, kv, there.selection, call, backend=TorchBackend())
+        results.append((out.detach(), *torch.autograd.grad(out, (q, kv), there.out_grad)))
+    assert_equal(*results)
+    bounds = error_bounds(exact, out=2.0**-8, split=2.0**-16)
+    for ours, want, bound in zip(results[0], exact.run_oracle(), bounds, strict=True):
+        assert bool(((ours.cpu() - want).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,8 @@ from on_device import DEVICE, moved, requested_at_peak
 from test_partitions import PACKS, exchange, selection_over_ranks
 
 from mcore_dsa import PoolLayout, compress_keys, expand_selection, fused_qk_topk_kpool, select_pools
-from mcore_dsa.backends.torch import scoring
+from mcore_dsa.backends import SelectionCounters
+from mcore_dsa.backends.torch import TorchBackend, scoring
 from mcore_dsa.backends.torch.select import smallest_score_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -168,6 +169,45 @@ def test_tf32_that_a_user_asked_for_moves_no_bit(lower: Callable[[], None]) -> N
     scoring._probe.cache_clear()
     assert torch.equal(call.select(), expected)
     assert torch.equal(a @ b, exact) != has_tf32
+
+
+def select_in_bf16(call: Call, score_bytes: int = 1 << 28) -> torch.Tensor:
+    """By the torch path, where the public function may take others' kernels."""
+    return TorchBackend().select(
+        call.q_SBHD.bfloat16(),
+        call.weights_SBH,
+        call.pool_key_PBD.bfloat16(),
+        call.layout,
+        call.layout.bounds(call.position_S),
+        budget=call.budget,
+        score_bytes=score_bytes,
+        use_relu=call.use_relu,
+        counters=SelectionCounters(),
+    )
+
+
+@settings(max_examples=60)
+@given(calls(EXACT))
+def test_bf16_products_select_what_the_float64_oracle_does(call: Call) -> None:
+    assert torch.equal(select_in_bf16(moved(call)).cpu(), call.oracle())
+
+
+@pytest.mark.usefixtures("_restored_precision")
+@REAL
+def test_bf16_products_follow_nothing_beside_a_row(kind: str) -> None:
+    """Byte budgets, other rows, TF32 that a user asked for, sums of bf16 products in bf16."""
+    call = moved(glm_call(kind))
+    expected, least = select_in_bf16(call), smallest(call)
+    for score_bytes in (least, least + least // 3, 1 << 33):
+        assert torch.equal(select_in_bf16(call, score_bytes), expected)
+    row = torch.randperm(len(call.position_S), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for some in (row, row[:1], row[:700]):
+        assert torch.equal(select_in_bf16(call.rows(some)), expected[:, some])
+    torch.set_float32_matmul_precision("medium")
+    for reduced in (False, True):
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+        scoring._probe.cache_clear()
+        assert torch.equal(select_in_bf16(call), expected)
 
 
 def test_selection_stays_under_its_byte_budget() -> None:

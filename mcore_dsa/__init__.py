@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mcore_dsa.kpool import PoolLayout, expand_selection
     from mcore_dsa.record import LayerAgreement, SelectionRecord
     from mcore_dsa.rollout import from_rollout
-    from mcore_dsa.sharded import select_pools_sharded
+    from mcore_dsa.sharded import select_pools_sharded, sparse_attention_sharded
     from mcore_dsa.state import IndexerState
     from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
@@ -46,6 +46,7 @@ __all__ = [
     "select_pools",
     "select_pools_sharded",
     "sparse_attention",
+    "sparse_attention_sharded",
 ]
 
 _HOMES = {
@@ -64,6 +65,7 @@ _HOMES = {
     "select_pools": "functions",
     "select_pools_sharded": "sharded",
     "sparse_attention": "functions",
+    "sparse_attention_sharded": "sharded",
 }
 
 

@@ -28,10 +28,11 @@ from mcore_dsa.binding import (
     ExpectedTensor,
     expected_tensors,
 )
+from mcore_dsa.files import DIGESTS, differing, new_folder, read_digests
 from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.hf_config import CONFIG_NAME, HfConfig, read_hf_config
+from mcore_dsa.hf_config import CONFIG_NAME, HfConfig, read_hf_config, shown
 from mcore_dsa.safetensors_files import MODEL_INDEX, StoredTensor
-from mcore_dsa.tensor_files import DTYPES, copied, mapped, new_folder, read_tensor, save_tensors
+from mcore_dsa.tensor_files import DTYPES, copied, mapped, read_tensor, save_tensors
 from mcore_dsa.tp_plan import DsaShard, DsaTensorPlan, DsaTpPlan
 
 _APE = "indexer.index_kpool_compress_ape"
@@ -39,6 +40,23 @@ _APE = "indexer.index_kpool_compress_ape"
 _STRIP_ELEMENTS = 2**16
 # A layer, the name of one of its tensors under `self_attn.`, and the whole tensor.
 type LayerTensor = tuple[int, str, Tensor]
+
+
+def changed_files(binding: CheckpointBinding, layers: Sequence[int], *, rank: int = 0, ranks: int = 1) -> list[str]:
+    """One line for each file with tensors of `layers` that is not what its digest says, where a checkpoint has digests.
+
+    With several `ranks` each reads its share.
+
+    Raises: OSError or ValueError for digests that cannot be read.
+    """
+    prefixes = tuple(binding.full_name(layer, "") for layer in layers)
+    names = sorted({stored.file.name for full, stored in binding.tensors.items() if full.startswith(prefixes)})
+    folder = binding.files[0].parent
+    try:
+        digests = read_digests(folder)
+    except FileNotFoundError:
+        return []
+    return differing(folder, digests, [name for name in names[rank::ranks] if name in digests])
 
 
 def load_attention(binding: CheckpointBinding, layer: int, plan: DsaTpPlan) -> dict[str, Tensor]:
@@ -65,14 +83,15 @@ def merge_attention(shards: Sequence[Mapping[str, Tensor]], geometry: DsaGeometr
     `shards` holds the 14 tensors of rank 0, 1, …, named as `load_attention` names them; what comes is named as under
     `self_attn.`, in the dtype that the ranks hold.
 
-    Raises: ValueError where there is no rank, or their number does not divide the heads; where a tensor is missing,
-        unknown, ill-shaped or of another dtype than on rank 0; where the ranks hold a replicated tensor in different
-        bits.
+    Raises: TypeError for what is no tensor; ValueError where there is no rank, or their number does not divide the
+        heads; where a tensor is missing, unknown, ill-shaped or of another dtype than on rank 0; where the ranks hold a
+        replicated tensor in different bits.
     """
     if not shards:
         raise ValueError("shards is empty; accepted are the tensors of one rank or more")
     plans = [DsaTpPlan(rank, len(shards), geometry) for rank in range(len(shards))]
     for rank, shard in enumerate(shards):
+        _check_tensors(f"shards[{rank}]", shard)
         if shard.keys() != set(MEGATRON_NAMES.values()):
             differing = sorted(shard.keys() ^ set(MEGATRON_NAMES.values()))
             raise ValueError(f"shards[{rank}] lacks or adds {differing}; accepted are the 14 tensors of a layer")
@@ -102,7 +121,8 @@ def export_attention(
 
     Every other byte is the template's: where `template` was read from a folder or an index all files of its folder
     come along (subfolders do not), from a single file that file and the configuration beside it. `tensors` are taken
-    one at a time. The folder appears under its name when it is complete and on disk, or not at all.
+    one at a time. The folder appears under its name when it is complete and on disk, with digests of its files, or not
+    at all.
 
     Raises: FileExistsError for a `target` that exists and is not an empty folder; ValueError for a template with FP8
         attention, or faults that concern one of the layers; for a layer that is not the template's or lacks some of
@@ -188,15 +208,17 @@ def absorb_up_projections(tensors: Mapping[str, Tensor], geometry: DsaGeometry) 
     dtype of the weights, so its bits do not depend on the heads beside it: absorbing over all heads and then dividing
     the result by head is the same as absorbing the rank's own, to the bit. The rounding is the transform's only error.
 
-    Raises: ValueError where the three weights are missing, or do not hold the same number of whole heads of `geometry`.
+    Raises: TypeError for what is no tensor; ValueError where the three weights are missing, or do not hold the same
+        number of whole heads of `geometry`.
     """
+    _check_tensors("tensors", tensors)
     names = tuple(MEGATRON_NAMES[name] for name in ("q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight"))
     missing = [name for name in names if name not in tensors]
     if missing:
         raise ValueError(f"tensors lacks {', '.join(missing)}; accepted are all of {', '.join(names)}")
     q_UQ, kv_UC, o_EF = (tensors[name] for name in names)
     query, value, latent = geometry.qk_nope_head_dim, geometry.v_head_dim, geometry.kv_lora_rank
-    heads = q_UQ.shape[0] // query
+    heads = q_UQ.shape[0] // query if q_UQ.ndim else 0
     wanted = (
         (heads * query, geometry.q_lora_rank),
         (heads * (query + value), latent),
@@ -217,6 +239,12 @@ def absorb_up_projections(tensors: Mapping[str, Tensor], geometry: DsaGeometry) 
         o_EHC[:, head] = _round(o_of_head_EF @ value_FC, o_EF.dtype)
     kept = {name: tensor for name, tensor in tensors.items() if name not in names}
     return {**kept, "absorbed_q_up_proj.weight": q_HCQ.flatten(0, 1), "absorbed_proj.weight": o_EHC.flatten(1)}
+
+
+def _check_tensors(argument: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{argument}[{name!r}] is {shown(tensor)}; accepted is a tensor")
 
 
 def _check_geometry(argument: str, got: DsaGeometry, accepted: DsaGeometry) -> None:
@@ -285,7 +313,7 @@ def _files_to_copy(template: CheckpointBinding) -> list[Path]:
     folder = template.files[0].parent
     if template.path.suffix == ".safetensors":
         return [*template.files, *(file for file in (folder / CONFIG_NAME,) if file.exists())]
-    return sorted(child for child in folder.iterdir() if child.is_file())
+    return sorted(child for child in folder.iterdir() if child.is_file() and child.name != DIGESTS)
 
 
 def _of_sound_layers(tensors: Iterable[LayerTensor], template: CheckpointBinding) -> Iterator[LayerTensor]:

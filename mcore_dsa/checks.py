@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from mcore_dsa.hf_config import shown
+
+# Ids of tokens and pools are int32.
+_IDS = 2**31
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def kind_of(value: object) -> str:
@@ -23,7 +29,7 @@ def check_integer(name: str, tensor: Tensor, *, ndim: int) -> None:
 
 def check_floating(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
     """Refuse anything but a 16 to 64 bit floating-point tensor of this shape, None standing for any size."""
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATING:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATING:
         raise TypeError(f"{name} is {kind_of(tensor)}; accepted is a floating-point tensor of 16, 32 or 64 bits")
     matches = tensor.ndim == len(shape)
     matches = matches and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
@@ -48,15 +54,18 @@ def check_savable(**tensors: Tensor) -> None:
 
 
 def check_positive(name: str, value: int) -> None:
-    """Refuse anything but an integer of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; accepted is an integer >= 1")
+    """Refuse anything but an integer from 1 to 2**31, which is what ids of tokens and pools can count."""
+    _check_count(name, value, least=1)
 
 
 def check_natural(name: str, value: int) -> None:
-    """Refuse anything but an integer of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} is {value!r}; accepted is an integer >= 0")
+    """Refuse anything but an integer from 0 to 2**31."""
+    _check_count(name, value, least=0)
+
+
+def _check_count(name: str, value: int, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _IDS:
+        raise ValueError(f"{name} is {shown(value)}; accepted is an integer >= {least}, at most 2**31")
 
 
 def check_bool(**values: bool) -> None:
@@ -67,9 +76,18 @@ def check_bool(**values: bool) -> None:
 
 
 def check_bytes(name: str, value: int) -> None:
-    """Refuse anything but an integer; how many bytes are enough is for its user to say."""
+    """Refuse anything but an integer below 2**63; how many bytes are enough is for its user to say."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; accepted is an integer number of bytes")
+        raise TypeError(f"{name} is {shown(value)}; accepted is an integer number of bytes")
+    if value >= 2**63:
+        raise ValueError(f"{name} is {shown(value)}; accepted is an integer number of bytes below 2**63")
+
+
+def check_sequence[T](name: str, values: Sequence[T]) -> Sequence[T]:
+    """Refuse anything but a list, a tuple or the like; a word and a tensor are none."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{name} is {kind_of(values)}; accepted is a sequence")
+    return values
 
 
 def check_kind(kind: type, **values: object) -> None:

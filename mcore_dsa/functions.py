@@ -5,12 +5,13 @@ Letters of shapes: `mcore_dsa/__init__.py`.
 
 from __future__ import annotations
 
-import math
+import sys
 
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import SelectionCounters, resolve
+from mcore_dsa.attend import attend
+from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
     check_bytes,
@@ -23,6 +24,7 @@ from mcore_dsa.checks import (
     kind_of,
 )
 from mcore_dsa.eager import uncompiled
+from mcore_dsa.hf_config import shown
 from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.precision import full_precision
 from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
@@ -52,7 +54,7 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
     check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
     check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
     check_device(layout.device, key_TBD=key_TBD, gate_TBD=gate_TBD, ape_JD=ape_JD)
-    return resolve().compress(key_TBD, gate_TBD, ape_JD, layout)
+    return resolve("auto", Target.of(layout.device, key_TBD.dtype)).compress(key_TBD, gate_TBD, ape_JD, layout)
 
 
 @uncompiled
@@ -101,7 +103,7 @@ def select_pools(
     check_kind(SelectionCounters, counters=counters)
     check_bytes("score_bytes", score_bytes)
     check_bool(use_relu=use_relu)
-    return resolve().select(
+    return resolve("auto", Target.of_scores(q_SBHD, pool_key_PBD)).select(
         q_SBHD,
         weights_SBH,
         pool_key_PBD,
@@ -150,11 +152,8 @@ def sparse_attention(
     that are not ascending, an id that is not a visible complete pool of its row, and, where gradients are needed, an
     argument made in inference mode.
     """
-    _check_latents(q_SBHC, kv_TBC)
-    _check_selection(q_SBHC, kv_TBC, selection_BSK, layout, position_S)
-    _check_scale(softmax_scale)
-    check_bool(always_select_tail=always_select_tail)
-    check_bytes("attend_bytes", attend_bytes)
+    check_selection(selection_BSK, layout, position_S)
+    check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
     if torch.is_grad_enabled() and (q_SBHC.requires_grad or kv_TBC.requires_grad):
         check_savable(
             q_SBHC=q_SBHC,
@@ -163,16 +162,9 @@ def sparse_attention(
             layout=layout.pool_token_BP,
             position_S=position_S,
         )
-    return resolve().attend(
-        q_SBHC,
-        kv_TBC.contiguous(),
-        selection_BSK,
-        layout,
-        layout.bounds(position_S),
-        softmax_scale=softmax_scale,
-        always_select_tail=always_select_tail,
-        attend_bytes=attend_bytes,
-    )
+    call = AttentionCall(layout, layout.bounds(position_S), float(softmax_scale), always_select_tail, attend_bytes)
+    backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
+    return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=backend)
 
 
 def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softmax_scale: float) -> Tensor:
@@ -212,7 +204,7 @@ def masked_attention(q_SBHC: Tensor, kv_TBC: Tensor, token_BSW: Tensor, *, softm
         q_BHSC = q_SBHC.to(dtype).permute(1, 2, 0, 3)
         kv_B1TC = kv_TBC.to(dtype).transpose(0, 1).unsqueeze(1)
         # The lowest finite number: -inf in all of a row would make its softmax and its gradients NaN.
-        logits_BHST = (softmax_scale * (q_BHSC @ kv_B1TC.mT)).masked_fill(hidden_B1ST, torch.finfo(dtype).min)
+        logits_BHST = (float(softmax_scale) * (q_BHSC @ kv_B1TC.mT)).masked_fill(hidden_B1ST, torch.finfo(dtype).min)
         out_BHSC = logits_BHST.softmax(-1).masked_fill(hidden_B1ST, 0.0) @ kv_B1TC
     return out_BHSC.permute(2, 0, 1, 3).to(q_SBHC.dtype)
 
@@ -251,10 +243,20 @@ def _check_latents(q_SBHC: Tensor, kv_TBC: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(q_SBHC.dtype, kv_TBC.dtype), torch.float32)
 
 
-def _check_selection(
-    q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, layout: PoolLayout, position_S: Tensor
+def check_attention(
+    q_SBHC: Tensor,
+    kv_TBC: Tensor,
+    layout: PoolLayout,
+    position_S: Tensor,
+    softmax_scale: float,
+    always_select_tail: bool,
+    attend_bytes: int,
 ) -> None:
-    check_selection(selection_BSK, layout, position_S)
+    """Refuse what does not fit rows at `position_S`, a selection apart."""
+    _check_latents(q_SBHC, kv_TBC)
+    _check_scale(softmax_scale)
+    check_bool(always_select_tail=always_select_tail)
+    check_bytes("attend_bytes", attend_bytes)
     check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
     rows, batch, tokens = position_S.shape[0], layout.batch, layout.num_tokens
     if q_SBHC.shape[:2] != (rows, batch):
@@ -265,5 +267,6 @@ def _check_selection(
 
 def _check_scale(softmax_scale: float) -> None:
     is_number = isinstance(softmax_scale, float | int) and not isinstance(softmax_scale, bool)
-    if not is_number or not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale!r}; accepted is a finite number")
+    # An integer may be too great for a float.
+    if not is_number or not abs(softmax_scale) <= sys.float_info.max:
+        raise ValueError(f"softmax_scale is {shown(softmax_scale)}; accepted is a finite number")

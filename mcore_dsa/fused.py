@@ -8,7 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_dsa.checks import check_bool, check_device, check_floating, check_integer, check_positive, kind_of
+from mcore_dsa.checks import (
+    FLOATING,
+    check_bool,
+    check_device,
+    check_floating,
+    check_integer,
+    check_positive,
+    kind_of,
+)
 from mcore_dsa.collectives import Group, group_rank, group_size
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.functions import compress_keys
@@ -137,7 +145,7 @@ def _check_mask(mask: object, key_TBD: Tensor, *, bounded: bool) -> None:
     if mask is None:
         return
     accepted = "accepted are None and in a call without bounds the causal one"
-    if bounded or not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if bounded or not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *FLOATING):
         raise ValueError(f"mask is {kind_of(mask)}{' beside bounds' * bounded}; {accepted}, bool or floating")
     tokens, batch, _ = key_TBD.shape
     shapes = [(tokens, tokens), *((samples, tokens, tokens) for samples in (1, batch))]

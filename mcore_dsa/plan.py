@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_dsa.checks import check_integer, check_natural, check_positive
 from mcore_dsa.kpool import PoolLayout, RowBounds
-from mcore_dsa.rows import RowPartition, partition_rows
+from mcore_dsa.rows import RowPartition, check_ranks, partition_rows
 from mcore_dsa.settings import Partition
 
 
@@ -58,6 +58,34 @@ class SelectionPlan:
         row_O = torch.cat(own) if own else torch.arange(0, device="cpu")
         return self.bounds.take(row_O.to(self.layout.device))
 
+    @property
+    def attended(self) -> RowPartition:
+        """Who attends which rows where attention is cut by rows: who selects for them; of rows for which every rank
+        does, contiguous shards.
+        """
+        if self.partition.is_replicated:
+            return RowPartition.contiguous(self.partition.num_rows, self.partition.group_size)
+        return self.partition
+
+    @cached_property
+    def attended_own(self) -> RowBounds:
+        """The bounds of the rows this rank attends then, slice after slice."""
+        if not self.partition.is_replicated:
+            return self.own
+        (part,) = self.attended.slices(self.rank)
+        return self.bounds.take(slice(part.start, part.stop))
+
+    def attended_pieces(self, rows: int) -> tuple[RowBounds, ...]:
+        """The bounds of each `rows` of those rows, as many pieces on every rank; the same objects for every layer."""
+        if rows not in self._pieces:
+            starts = range(0, self.attended.rows_per_rank, rows)
+            self._pieces[rows] = tuple(self.attended_own.take(slice(start, start + rows)) for start in starts)
+        return self._pieces[rows]
+
+    @cached_property
+    def _pieces(self) -> dict[int, tuple[RowBounds, ...]]:
+        return {}
+
     @classmethod
     def dense(
         cls,
@@ -78,7 +106,7 @@ class SelectionPlan:
         Raises: ValueError for sizes that do not fit, and for `balanced` under context parallelism.
         """
         check_natural("rows", rows)
-        check_positive("cp_size", cp_size)
+        check_ranks("cp_size", cp_size)
         layout = PoolLayout.dense(rows * cp_size, pool_size=pool_size, batch=batch, device=device)
         lengths = [rows * cp_size]
         return cls._of(layout, lengths, lengths, budget, partition, (tp_rank, tp_size), (cp_rank, cp_size))
@@ -107,7 +135,8 @@ class SelectionPlan:
         Raises: TypeError, ValueError for lengths that are no such list, a document longer than its padded place, a
         padded length that is no multiple of `2 * cp_size`, and `balanced` under context parallelism.
         """
-        check_positive("cp_size", cp_size)
+        check_ranks("cp_size", cp_size)
+        check_positive("budget", budget)
         begins = _cumulative("cu_seqlens", cu_seqlens)
         places = begins if cu_seqlens_padded is None else _cumulative("cu_seqlens_padded", cu_seqlens_padded)
         if len(places) != len(begins):
@@ -146,6 +175,9 @@ class SelectionPlan:
         cp: tuple[int, int],
     ) -> SelectionPlan:
         (tp_rank, tp_size), (cp_rank, cp_size) = tp, cp
+        check_ranks("tp_size", tp_size)
+        check_natural("tp_rank", tp_rank)
+        check_natural("cp_rank", cp_rank)
         if not (0 <= cp_rank < cp_size and 0 <= tp_rank < tp_size):
             raise ValueError(
                 f"tp_rank is {tp_rank} of {tp_size} and cp_rank {cp_rank} of {cp_size}; accepted are ranks below sizes"

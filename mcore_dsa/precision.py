@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -38,6 +38,11 @@ def full_precision(device_type: str) -> Iterator[None]:
                 _inside -= 1
                 if _inside == 0 and _restore is not None:
                     _restore()
+
+
+def product_precision(device_type: str, operands: torch.dtype) -> AbstractContextManager[object]:
+    """`full_precision`; for operands of bf16 summed in fp32, which no switch concerns, autocast off alone."""
+    return torch.autocast(device_type, enabled=False) if operands == torch.bfloat16 else full_precision(device_type)
 
 
 def _pin_products() -> Callable[[], None] | None:

@@ -6,6 +6,7 @@ Letters of shapes: `mcore_dsa/__init__.py`; `x` are the DSA layers of the whole 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mcore_dsa.agreement import weights_digest
 from mcore_dsa.checks import check_positive, kind_of
+from mcore_dsa.hf_config import parse_json, shown
 from mcore_dsa.kpool import PoolLayout
 from mcore_dsa.tensor_files import save_tensors
 
@@ -84,6 +86,10 @@ class SelectionRecord:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)} on {tensor.device}; accepted are {ndim} dimensions on cpu"
                 )
+        for name in ("lengths", "padded_lengths"):
+            counts = getattr(self, name)
+            if not isinstance(counts, tuple) or not all(_is_integer(count) for count in counts):
+                raise TypeError(f"{name} is {shown(counts)}; accepted is a tuple of integers")
         fits = len(self.lengths) == len(self.padded_lengths)
         fits = fits and all(0 <= own <= place for own, place in zip(self.lengths, self.padded_lengths, strict=True))
         if not fits:
@@ -161,23 +167,27 @@ class SelectionRecord:
         if self.fault:
             raise ValueError(self.fault)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record to a new safetensors file.
 
-        Raises: OSError where it cannot be written.
+        Raises: FileExistsError for a file that is there, OSError for one that cannot be written.
         """
+        path = Path(path)
+        if os.path.lexists(path):
+            raise FileExistsError(f"path is {path}, which is there; accepted is a new file")
         said = {"pool_size": self.pool_size, "lengths": self.lengths, "padded_lengths": self.padded_lengths}
         metadata = {"format": FORMAT, "version": VERSION} | {name: json.dumps(value) for name, value in said.items()}
         save_tensors({_SELECTION: self.selection_xTK, _RECORDED: self.recorded_T}, path, metadata)
 
     @classmethod
-    def load(cls, path: Path) -> SelectionRecord:
+    def load(cls, path: str | os.PathLike[str]) -> SelectionRecord:
         """Read and check a record; its tensors are views of the file, which ranks of a host share.
 
         Raises: OSError for a file that is not there, ValueError for one that holds no sound record.
         """
         from safetensors import SafetensorError, safe_open
 
+        path = Path(path)
         path.stat()
         try:
             with safe_open(path, framework="pt") as file:
@@ -196,7 +206,7 @@ class SelectionRecord:
             recorded_T=tensors[_RECORDED],
             lengths=tuple(_integers(metadata, "lengths")),
             padded_lengths=tuple(_integers(metadata, "padded_lengths")),
-            pool_size=_integers(metadata, "pool_size")[0],
+            pool_size=_one_integer(metadata, "pool_size"),
         )
         record.check()
         return record
@@ -204,8 +214,10 @@ class SelectionRecord:
     def agreement(self, own: SelectionRecord) -> tuple[LayerAgreement, ...]:
         """Compare a record, say of a rollout, with what the model here selects for the same documents, layer by layer.
 
-        Raises: ValueError for records of other documents, layers, pools or budgets.
+        Raises: TypeError for what is no record, ValueError for records of other documents, layers, pools or budgets.
         """
+        if not isinstance(own, SelectionRecord):
+            raise TypeError(f"own is {kind_of(own)}; accepted is a SelectionRecord")
         for name in ("layers", "budget", "pool_size", "lengths", "padded_lengths"):
             mine, theirs = getattr(self, name), getattr(own, name)
             if mine != theirs:
@@ -236,7 +248,7 @@ class SelectionRecord:
         document = int(self.document_T[row])
         pools = self.lengths[document] // self.pool_size
         place = f"of layer {layer} at row {row}, token {row - self.starts[document]} of document {document},"
-        accepted = f"accepted are -1 and 0 <= id < {visible}, ascending"
+        accepted = f"-1 and 0 <= id < {visible}, ascending"
         for slot, pool in enumerate(chosen):
             before = chosen[:slot]
             if pool < -1 or pool >= max(self.lengths) // self.pool_size:
@@ -253,7 +265,7 @@ class SelectionRecord:
                 why = "it is out of order"
             else:
                 continue
-            return f"the pool id {place} is {pool}; {accepted}: {why}"
+            return f"the pool id {place} is {pool}; accepted are {accepted}: {why}"
         if self.recorded_T[row]:
             return f"the first pool id {place} is -1; accepted is a pool of the {visible} that a recorded row sees"
         return f"the first pool id {place} is {chosen[0]}; accepted is -1 in a row without a record"
@@ -279,10 +291,21 @@ def shortened(values: Sequence[int]) -> str:
 def _integers(metadata: dict[str, str], name: str) -> list[int]:
     """The integers of a field, one or a list of them."""
     try:
-        value = json.loads(metadata.get(name, ""))
+        value = parse_json(metadata.get(name, "").encode())
     except ValueError:
         value = None
     listed = value if isinstance(value, list) else [value]
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in listed) or not listed:
-        raise ValueError(f"{name} is {metadata.get(name)!r} in the file's metadata; accepted are integers")
+    if not all(_is_integer(number) for number in listed):
+        raise ValueError(f"{name} is {shown(metadata.get(name))} in the file's metadata; accepted are integers")
     return listed
+
+
+def _one_integer(metadata: dict[str, str], name: str) -> int:
+    listed = _integers(metadata, name)
+    if len(listed) != 1:
+        raise ValueError(f"{name} is {shown(listed)} in the file's metadata; accepted is one integer")
+    return listed[0]
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

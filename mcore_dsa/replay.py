@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_dsa.checks import kind_of
-from mcore_dsa.collectives import Group, SelectionGather, gather_rows, gather_selection, group_rank, group_size
+from mcore_dsa.collectives import Group, gather_rows, gather_selection, group_rank, group_size
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.record import SelectionRecord, documents_of, shortened
-from mcore_dsa.rows import RowPartition
 from mcore_dsa.source import SelectionRequest, SelectionSource
 
 # What becomes of rows that see pools and have no record.
@@ -173,20 +172,8 @@ class Replayed:
         selection_BOK = torch.where(chosen_BOK >= 0, chosen_BOK + first_BO1, -1)
         if not replay.scores:
             return selection_BOK
-        return torch.where(scored_BO1, self.fallback.own_rows(_ungathered(request)), selection_BOK)
-
-
-def _ungathered(request: SelectionRequest) -> SelectionRequest:
-    """The request, answered without telling its gather: of what is scored not every row is taken."""
-    plan = request.plan
-    alone = SelectionGather(
-        RowPartition.replicated(plan.own.rows, 1),
-        None,
-        batch=plan.layout.batch,
-        budget=request.budget,
-        device=plan.layout.device,
-    )
-    return replace(request, gather=alone)
+        # Of what is scored not every row is taken: the gather must not hear of it.
+        return torch.where(scored_BO1, self.fallback.own_rows(replace(request, gather=None)), selection_BOK)
 
 
 class Recorder:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mcore_dsa.checks import check_bool, check_positive, kind_of
+from mcore_dsa.checks import check_bool, check_natural, check_positive, check_sequence, kind_of
 from mcore_dsa.record import CHUNK_BYTES, SelectionRecord
 
 _UNUSED = torch.iinfo(torch.int32).max
@@ -41,18 +41,12 @@ def from_rollout(
     check_positive("pool_size", pool_size)
     check_positive("budget", budget)
     check_bool(always_select_tail=always_select_tail)
-    for number, request in enumerate(requests):
-        if not isinstance(request, Tensor) or request.dtype != torch.int32:
-            raise TypeError(f"request {number} is {kind_of(request)}; accepted is torch.int32")
-        if request.ndim != 3 or request.shape[1] != requests[0].shape[1]:
-            raise ValueError(
-                f"request {number} has shape {tuple(request.shape)}; accepted is [tokens - 1, layers, width], with the "
-                "layers of the first request"
-            )
-    if not requests or requests[0].shape[1] == 0:
-        raise ValueError("requests holds no layer; accepted are one request or more of one layer or more")
+    _check_requests(requests)
     lengths = [len(request) + 1 for request in requests]
-    places = lengths if padded_lengths is None else list(padded_lengths)
+    places = lengths if padded_lengths is None else list(check_sequence("padded_lengths", padded_lengths))
+    for number, place in enumerate(places):
+        check_natural(f"padded_lengths[{number}]", place)
+    check_natural("the sum of padded_lengths", sum(places))
     if len(places) != len(lengths) or any(own > place for own, place in zip(lengths, places, strict=True)):
         raise ValueError(
             f"padded_lengths is {places[:8]} for requests of {lengths[:8]}; accepted are as many, none shorter"
@@ -75,6 +69,20 @@ def from_rollout(
         padded_lengths=tuple(places),
         pool_size=pool_size,
     )
+
+
+def _check_requests(requests: Sequence[Tensor]) -> None:
+    check_sequence("requests", requests)
+    for number, request in enumerate(requests):
+        if not isinstance(request, Tensor) or request.dtype != torch.int32:
+            raise TypeError(f"request {number} is {kind_of(request)}; accepted is torch.int32")
+        if request.ndim != 3 or request.shape[1] != requests[0].shape[1]:
+            raise ValueError(
+                f"request {number} has shape {tuple(request.shape)}; accepted is [tokens - 1, layers, width], with the "
+                "layers of the first request"
+            )
+    if not requests or requests[0].shape[1] == 0:
+        raise ValueError("requests holds no layer; accepted are one request or more of one layer or more")
 
 
 class _Rows:

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import get_args
 
+from mcore_dsa.hf_config import shown
 from mcore_dsa.settings import Partition
+
+# Python measures ranges with 63 bits.
+_ROWS = 2**62
+_RANKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,19 @@ class RowPartition:
             raise ValueError(f"rank is {rank}; accepted is 0 <= rank < {self.group_size}")
         return self.shards[rank]
 
+    def runs(self, rank: int, places: range) -> list[range]:
+        """Which rows stand at `places` of the shard of `rank`, counted through its slices; places behind it hold none.
+
+        Raises: as `slices`.
+        """
+        runs, offset = [], 0
+        for part in self.slices(rank):
+            here = overlap(range(offset, offset + len(part)), places)
+            if here:
+                runs.append(range(part.start + here.start - offset, part.start + here.stop - offset))
+            offset += len(part)
+        return runs
+
 
 @dataclass(frozen=True)
 class RowExchange:
@@ -175,6 +193,8 @@ class PackWork:
     _row_ends: tuple[int, ...] = field(init=False, repr=False)
     _visible_ends: tuple[int, ...] = field(init=False, repr=False)
     _scored_ends: tuple[int, ...] = field(init=False, repr=False)
+    _selected_ends: tuple[int, ...] = field(init=False, repr=False)
+    _tail_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not _integers(*self.lengths, self.pool_size, self.budget):
@@ -188,8 +208,9 @@ class PackWork:
                 f"{self.budget}; accepted are lengths >= 0, pool_size >= 1 and budget >= 1"
             )
         object.__setattr__(self, "_row_ends", tuple(accumulate(self.lengths)))
-        object.__setattr__(self, "_visible_ends", tuple(accumulate(map(self._visible, self.lengths))))
-        object.__setattr__(self, "_scored_ends", tuple(accumulate(map(self._scored, self.lengths))))
+        for name in ("visible", "scored", "selected", "tail"):
+            ends = tuple(accumulate(map(getattr(self, f"_{name}"), self.lengths)))
+            object.__setattr__(self, f"_{name}_ends", ends)
 
     @property
     def rows(self) -> int:
@@ -213,6 +234,14 @@ class PackWork:
         """Visible pairs of rows `0 ... row - 1`."""
         return self._before(row, self._visible_ends, self._visible)
 
+    def selected_pairs_before(self, row: int) -> int:
+        """Pools that rows `0 ... row - 1` select, summed over rows; rows behind the last document select none."""
+        return self._before(row, self._selected_ends, self._selected)
+
+    def tail_tokens_before(self, row: int) -> int:
+        """Tokens of the rows' own incomplete pools, summed over rows `0 ... row - 1`."""
+        return self._before(row, self._tail_ends, self._tail)
+
     def first_row_reaching(self, pairs: int) -> int:
         """The least row with at least `pairs` scored pairs before it."""
         return bisect_left(range(self.rows), pairs, key=self.scored_pairs_before)
@@ -235,11 +264,24 @@ class PackWork:
     def _scored(self, rows: int) -> int:
         return max(0, self._visible(rows) - self._visible(self._unscored_rows))
 
+    def _selected(self, rows: int) -> int:
+        taking_all = min(rows, self._unscored_rows)
+        return self._visible(taking_all) + self.budget * (rows - taking_all)
+
+    def _tail(self, rows: int) -> int:
+        pools, rest = divmod(rows, self.pool_size)
+        return pools * (self.pool_size * (self.pool_size - 1) // 2) + rest * (rest + 1) // 2
+
 
 def partition_rows(
     kind: Partition, num_rows: int, group_size: int, lengths: Sequence[int], *, pool_size: int, budget: int
 ) -> RowPartition:
-    """The partition that `SKYRL_DSA_INDEXER_TP_SHARD` names; `lengths` of the documents matter to `balanced` alone."""
+    """The partition that `SKYRL_DSA_INDEXER_TP_SHARD` names; `lengths` of the documents matter to `balanced` alone.
+
+    Raises: TypeError for lengths that are none, ValueError for another kind, and as `RowPartition` and `PackWork`.
+    """
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str):
+        raise TypeError(f"lengths is {shown(lengths)}; accepted is a sequence of integers")
     if kind == "off":
         return RowPartition.replicated(num_rows, group_size)
     if kind == "contiguous":
@@ -274,12 +316,16 @@ def _equal_slices(num_rows: int, parts: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
+def check_ranks(name: str, value: int) -> None:
+    """Refuse anything but a number of ranks, of which tables are made: an integer from 1 to 65,536."""
+    if not _integers(value) or not 1 <= value <= _RANKS:
+        raise ValueError(f"{name} is {shown(value)}; accepted is an integer >= 1, at most {_RANKS}")
+
+
 def _check_sizes(num_rows: int, group_size: int) -> None:
-    if not _integers(num_rows, group_size) or num_rows < 0 or group_size < 1:
-        raise ValueError(
-            f"num_rows is {num_rows!r} and group_size {group_size!r}; accepted are num_rows >= 0 and group_size >= 1, "
-            "integers"
-        )
+    check_ranks("group_size", group_size)
+    if not _integers(num_rows) or not 0 <= num_rows < _ROWS:
+        raise ValueError(f"num_rows is {shown(num_rows)}; accepted is an integer >= 0, below 2**62")
 
 
 def _integers(*values: object) -> bool:

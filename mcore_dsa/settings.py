@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 # Ways to give the indexer's query rows to the ranks of a tensor-parallel group; "off" gives every row to every rank.
 Partition = Literal["off", "contiguous", "zigzag", "balanced"]
 # Implementations of compression, selection and attention; "auto" takes the fastest that keeps the contract here.
-Kernels = Literal["auto", "torch"]
+Kernels = Literal["auto", "torch", "triton"]
+# What attention of a tensor-parallel rank is cut by: its own heads of all rows, or its own rows with all heads.
+AttendShard = Literal["heads", "rows"]
 
 PARTITION_VARIABLE = "SKYRL_DSA_INDEXER_TP_SHARD"
 SCORE_BYTES_VARIABLE = "MCORE_DSA_SCORE_BYTES"
 ATTEND_BYTES_VARIABLE = "MCORE_DSA_ATTEND_BYTES"
+ATTEND_SHARD_VARIABLE = "MCORE_DSA_ATTEND_SHARD"
 OVERLAP_VARIABLE = "MCORE_DSA_OVERLAP"
 KERNELS_VARIABLE = "MCORE_DSA_KERNELS"
 STORE_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE"
@@ -27,6 +30,9 @@ STORE_BYTES_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE_BYTES"
 
 DEFAULT_SCORE_BYTES = 256 * 2**20
 DEFAULT_ATTEND_BYTES = 256 * 2**20
+# Of a device's memory, the greatest power of two below a sixteenth is the default where that is more: scores in blocks
+# of 8 GiB in place of 256 MiB take a quarter of the time on a GPU (estimated from launches).
+_PART_OF_MEMORY = 16
 # Eleven layers of 524,288 rows over 8 ranks at a budget of 512 take 1.4 GiB, times the micro-batches in flight.
 DEFAULT_STORE_BYTES = 8 * 2**30
 
@@ -38,6 +44,8 @@ _PARTITION_WORDS: dict[str, Partition] = {
 _PARTITIONS_ACCEPTED = "unset, empty, 0, false or off; 1, true or on; contiguous, zigzag, balanced"
 
 _KERNELS_WORDS: dict[str, Kernels] = {kernels: kernels for kernels in get_args(Kernels)}
+
+_ATTEND_SHARD_WORDS: dict[str, AttendShard] = {shard: shard for shard in get_args(AttendShard)}
 
 _SWITCH = {"1": True, "0": False}
 
@@ -63,6 +71,20 @@ class Setting[T]:
     reason: str
     fault: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The value for people."""
+        if isinstance(self.value, bool):
+            return "on" if self.value else "off"
+        if isinstance(self.value, int) and self.name.endswith("BYTES"):
+            return bytes_text(self.value)
+        return str(self.value)
+
+    def __str__(self) -> str:
+        """The variable, its value and whether it was set, for a line of the log."""
+        given = "default" if self.raw is None or not self.raw.strip() else f"set to {self.raw!r}"
+        return f"{self.name} {self.shown} ({given})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -73,6 +95,7 @@ class Settings:
             every rank.
         score_bytes: bytes that scores in flight may take.
         attend_bytes: bytes that either pass of the sparse attention may take beyond what its caller holds.
+        attend_shard: what attention is cut by over the tensor-parallel group.
         overlap: gather the selections of finished rows while the next are scored.
         kernels: which implementation compresses, selects and attends.
         store: keep what a forward selected for its recomputation.
@@ -82,6 +105,7 @@ class Settings:
     partition: Setting[Partition]
     score_bytes: Setting[int]
     attend_bytes: Setting[int]
+    attend_shard: Setting[AttendShard]
     overlap: Setting[bool]
     kernels: Setting[Kernels]
     store: Setting[bool]
@@ -90,7 +114,7 @@ class Settings:
     @property
     def faults(self) -> tuple[str, ...]:
         """One line for each variable that is refused, naming it, its value and what is accepted."""
-        return tuple(f"{setting.name} is {setting.fault}" for setting in self._all() if setting.fault)
+        return tuple(f"{setting.name} is {setting.fault}" for setting in self if setting.fault)
 
     def raise_faults(self) -> None:
         """Raise a `ValueError` with every fault, if there is any."""
@@ -103,24 +127,36 @@ class Settings:
         Two spellings of one value are equal. A refused value stands as it was given, so that ranks which refuse
         different values, or of which only one refuses, differ.
         """
-        return {setting.name: setting.fault or str(setting.value) for setting in self._all()}
+        return {setting.name: setting.fault or str(setting.value) for setting in self}
 
-    def _all(self) -> tuple[Setting[Any], ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    def __iter__(self) -> Iterator[Setting[Any]]:
+        return (getattr(self, field.name) for field in fields(self))
 
 
-def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int = 0) -> Settings:
     """Read every setting from `environ`, by default the process's environment.
 
     A bad value never raises: see `Settings.faults` and `Settings.raise_faults`.
+
+    Args:
+        device_bytes: memory of the device that is computed on, where it has its own: default budgets follow it.
     """
     environ = os.environ if environ is None else environ
+    part = 1 << (device_bytes // _PART_OF_MEMORY).bit_length() >> 1
+    score_bytes, attend_bytes = max(DEFAULT_SCORE_BYTES, part), max(DEFAULT_ATTEND_BYTES, part)
     return Settings(
         partition=_read(environ, PARTITION_VARIABLE, _PARTITION_WORDS.__getitem__, _PARTITIONS_ACCEPTED, "off"),
-        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_SCORE_BYTES),
-        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_ATTEND_BYTES),
+        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, score_bytes),
+        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, attend_bytes),
+        attend_shard=_read(
+            environ,
+            ATTEND_SHARD_VARIABLE,
+            _ATTEND_SHARD_WORDS.__getitem__,
+            " and ".join(_ATTEND_SHARD_WORDS),
+            "heads",
+        ),
         overlap=_read(environ, OVERLAP_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
-        kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, " and ".join(_KERNELS_WORDS), "auto"),
+        kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, "auto, torch and triton", "auto"),
         store=_read(environ, STORE_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
         store_bytes=_read(environ, STORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_STORE_BYTES),
     )
@@ -138,6 +174,15 @@ def _read[T](environ: Mapping[str, str], name: str, parse: Callable[[str], T], a
         fault = f"{raw!r}; accepted are {accepted}"
         return Setting(name=name, value=default, raw=raw, reason=f"default, {name} is refused", fault=fault)
     return Setting(name=name, value=value, raw=raw, reason=f"{name}={raw!r}")
+
+
+def bytes_text(size: int) -> str:
+    """A size as the settings accept it, in the greatest unit that divides it."""
+    for unit in ("GiB", "MiB", "KiB"):
+        count, rest = divmod(size, _BYTE_UNITS[unit.lower()])
+        if count and not rest:
+            return f"{count}{unit}"
+    return f"{size}B"
 
 
 def _parse_bytes(text: str) -> int:

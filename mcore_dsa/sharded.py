@@ -1,9 +1,9 @@
-"""Selection with its query rows sharded over a group: own rows scored here, every row's selection everywhere.
+"""Selection and attention with their rows sharded over a group.
 
 Letters of shapes: `mcore_dsa/__init__.py`.
 
-Sharded and unsharded are one function with a group argument, and their results are equal bit for bit: a row's
-selection does not depend on the rows beside it, and the exchange moves integers.
+Sharded and unsharded are one function with a group argument, and their results are equal bit for bit: what comes of a
+row depends neither on the rows beside it nor, in attention, on the heads beside its own; an exchange moves bits.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import Backend, SelectionCounters, resolve
+from mcore_dsa.attend import RowCut, attend
+from mcore_dsa.backends import AttentionCall, Backend, SelectionCounters, Target, resolve
 from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive
 from mcore_dsa.collectives import Group, SelectionGather, group_rank, group_size
 from mcore_dsa.eager import uncompiled
-from mcore_dsa.functions import check_scoring
-from mcore_dsa.kpool import PoolLayout, check_layout
+from mcore_dsa.functions import check_attention, check_scoring
+from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition
-from mcore_dsa.settings import DEFAULT_SCORE_BYTES
+from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
 
 # Rows of a shard that are gathered together while the next are scored: 2 MiB a rank at a budget of 512 pools.
 OVERLAP_ROWS = 1024
@@ -68,20 +69,12 @@ def select_pools_sharded(
     check_positive("budget", budget)
     check_bytes("score_bytes", score_bytes)
     check_bool(overlap=overlap, use_relu=use_relu)
-    check_kind(RowPartition, partition=partition)
     check_kind(SelectionCounters, counters=counters)
-    ranks, rank, rows = group_size(query_shard_group), group_rank(query_shard_group), position_S.shape[0]
-    partition = RowPartition.contiguous(rows, ranks) if partition is None else partition
-    if (partition.num_rows, partition.group_size) != (rows, ranks):
-        raise ValueError(
-            f"partition cuts {partition.num_rows} rows for {partition.group_size} ranks; accepted are {rows} rows and "
-            f"{ranks} ranks"
-        )
-    check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=partition.rows_of(rank), names=_OWN)
-    plan = SelectionPlan(layout, layout.bounds(position_S), partition, rank)
+    plan = _plan(layout, position_S, partition, query_shard_group)
+    check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=plan.partition.rows_of(plan.rank), names=_OWN)
     gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
     selection_BOK = select_own_rows(
-        resolve(),
+        resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD)),
         q_OBHD,
         weights_OBH,
         pool_key_PBD,
@@ -93,6 +86,65 @@ def select_pools_sharded(
         gather=gather,
     )
     return gather.finish(selection_BOK)
+
+
+@uncompiled
+def sparse_attention_sharded(
+    q_SBHC: Tensor,
+    kv_TBC: Tensor,
+    selection_BOK: Tensor,
+    layout: PoolLayout,
+    position_S: Tensor,
+    *,
+    softmax_scale: float,
+    always_select_tail: bool,
+    query_shard_group: Group,
+    partition: RowPartition | None = None,
+    attend_bytes: int = DEFAULT_ATTEND_BYTES,
+) -> Tensor:
+    """`sparse_attention` for all rows and this rank's heads; each rank computes it for its own rows and all heads.
+
+    Queries go to the ranks of their rows and outputs come back, in pieces, each while another is attended.
+
+    Args:
+        q_SBHC: floating `[s, b, heads / G, c]`, all rows; kv_TBC, layout, position_S: equal on every rank.
+        selection_BOK: int32 `[b, o, budget]`, of this rank's own rows, slice after slice.
+        partition: who owns which of the `s` rows, contiguous shards by default and in place of replicated rows.
+        attend_bytes: bytes that attention may hold, as in `sparse_attention` with all heads, and the exchange again,
+            unless one row takes more.
+
+    Returns: `[s, b, heads / G, c]`, differentiable once. The gradient of `kv_TBC` is that of this rank's rows and all
+    heads: the sum over ranks is the whole one, as it is of gradients of all rows and own heads.
+
+    Raises: as `sparse_attention`, a selection with faults on every rank; TypeError for what is no group or partition;
+        ValueError for a group without this rank, and a partition of other rows or another number of ranks.
+    """
+    check_layout(layout)
+    check_integer("position_S", position_S, ndim=1)
+    check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
+    plan = _plan(layout, position_S, partition, query_shard_group)
+    own = plan.attended_own
+    check_selection(selection_BOK, layout, own.position_S)
+    return attend(
+        q_SBHC,
+        kv_TBC.contiguous(),
+        selection_BOK,
+        AttentionCall(layout, own, float(softmax_scale), always_select_tail, attend_bytes),
+        backend=resolve("auto", Target.of_attention(q_SBHC, kv_TBC)),
+        cut=RowCut.of(plan, q_SBHC, query_shard_group, attend_bytes),
+    )
+
+
+def _plan(layout: PoolLayout, position_S: Tensor, partition: RowPartition | None, group: Group) -> SelectionPlan:
+    check_kind(RowPartition, partition=partition)
+    ranks, rank, rows = group_size(group), group_rank(group), position_S.shape[0]
+    partition = RowPartition.contiguous(rows, ranks) if partition is None else partition
+    if (partition.num_rows, partition.group_size) != (rows, ranks):
+        raise ValueError(
+            f"partition cuts {partition.num_rows} rows for {partition.group_size} ranks; accepted are {rows} rows and "
+            f"{ranks} ranks"
+        )
+    return SelectionPlan(layout, layout.bounds(position_S), partition, rank)
 
 
 def gather_of(plan: SelectionPlan, group: Group, *, budget: int, overlap: bool) -> SelectionGather:
@@ -119,12 +171,12 @@ def select_own_rows(
     score_bytes: int,
     use_relu: bool,
     counters: SelectionCounters,
-    gather: SelectionGather,
+    gather: SelectionGather | None,
 ) -> Tensor:
     """int32 `[b, o, budget]`, this rank's rows, selected in the pieces of `gather`, which hears of each."""
     rows = plan.own.rows
     select = partial(backend.select, budget=budget, score_bytes=score_bytes, use_relu=use_relu, counters=counters)
-    if rows <= gather.piece_rows:
+    if gather is None or rows <= gather.piece_rows:
         return select(q_OBHD, weights_OBH, pool_key_PBD, plan.layout, plan.own)
     selection_BOK = q_OBHD.new_empty(plan.layout.batch, rows, budget, dtype=torch.int32)
     for start in range(0, rows, gather.piece_rows):

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from mcore_dsa.backends import SelectionCounters, resolve
+from mcore_dsa.backends import SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
     check_bytes,
@@ -29,6 +29,9 @@ from mcore_dsa.checks import (
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.settings import DEFAULT_SCORE_BYTES
+
+# Token ids of all sequences together are int32.
+_IDS = 2**31
 
 
 class IndexerState:
@@ -62,13 +65,17 @@ class IndexerState:
         self._capacity, self._rewind_window = capacity, rewind_window
         (pool_size, dim), device = ape_JD.shape, ape_JD.device
         self._pool_size, self._pools = pool_size, -(-capacity // pool_size)
+        tokens = batch * self._pools * pool_size
+        if tokens > _IDS:
+            raise ValueError(
+                f"capacity is {capacity} for a batch of {batch}; accepted are at most {_IDS} tokens in all, whole pools"
+            )
         recent = max(1, rewind_window + pool_size - 1)
         self._pool_key_BPD = torch.empty(batch, self._pools, dim, dtype=dtype, device=device)
         # Token t of a sequence in place t % R, keys then gates.
         self._recent_2BRD = torch.empty(2, batch, recent, dim, dtype=dtype, device=device)
         # Sequences as segments of one sample: their rows stand at tokens of their own, and go through one selection.
         begin = torch.arange(batch, device=device).unsqueeze(0) * (self._pools * pool_size)
-        tokens = batch * self._pools * pool_size
         self._layout = PoolLayout.from_segments(
             begin, begin + self._pools * pool_size, num_tokens=tokens, pool_size=pool_size
         )
@@ -170,7 +177,8 @@ class IndexerState:
         check_bool(use_relu=use_relu)
         check_kind(SelectionCounters, counters=counters)
         bounds = self._bounds(self._valid_on_host(valid_BS, rows))
-        selection_1XK = resolve().select(
+        backend = resolve("auto", Target.of_scores(q_SBHD, self._pool_key_BPD))
+        selection_1XK = backend.select(
             q_SBHD.transpose(0, 1).flatten(0, 1).unsqueeze(1),
             weights_SBH.transpose(0, 1).flatten(0, 1).unsqueeze(1),
             self._pool_key_BPD.flatten(0, 1).unsqueeze(1),
@@ -268,7 +276,8 @@ class IndexerState:
             token_I1D[kept[0], 0] = recent_BRD[kept[1], kept[2]]
         layout = _pools_in_a_row(len(pool_X), pool_size, device)
         sample, pool = torch.stack([sample_X, pool_X]).to(device, non_blocking=True)
-        self._pool_key_BPD[sample, pool] = resolve().compress(key_I1D, gate_I1D, self._ape_JD, layout)[:, 0]
+        backend = resolve("auto", Target.of(device, key_I1D.dtype))
+        self._pool_key_BPD[sample, pool] = backend.compress(key_I1D, gate_I1D, self._ape_JD, layout)[:, 0]
 
     def _bounds(self, valid_BS: Tensor) -> RowBounds:
         """What valid rows see that stand at the newest tokens, sequence after sequence."""

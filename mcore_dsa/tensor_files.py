@@ -1,4 +1,4 @@
-"""Tensors out of safetensors files and into new ones, and folders that appear whole or not at all.
+"""Tensors out of safetensors files and into new ones.
 
 Writing needs the extra `hf` (safetensors). U are the rows of a tensor, X the bytes of a row, or of a file.
 """
@@ -6,10 +6,7 @@ Writing needs the extra `hf` (safetensors). U are the rows of a tensor, X the by
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -81,30 +78,3 @@ def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         storage = whole.untyped_storage().data_ptr()
         yield name, whole.clone() if storage in storages else whole
         storages.add(storage)
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into, which takes its name once all of it is on disk."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"target is {target}, which is there; accepted is a new name or an empty folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        os.replace(partial, target)
-        _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

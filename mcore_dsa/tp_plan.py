@@ -39,6 +39,7 @@ from enum import Enum
 
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
+from mcore_dsa.rows import check_ranks
 
 _BF16_BYTES = 2
 _FP32_BYTES = 4
@@ -124,8 +125,7 @@ class DsaTpPlan:
                 raise TypeError(f"{name} is {value!r}; accepted is an integer")
         if not isinstance(self.geometry, DsaGeometry):
             raise TypeError(f"geometry is {shown(self.geometry)}; accepted is a DsaGeometry")
-        if self.tp_size < 1:
-            raise ValueError(f"tp_size is {shown(self.tp_size)}; accepted is an integer >= 1")
+        check_ranks("tp_size", self.tp_size)
         if not 0 <= self.tp_rank < self.tp_size:
             accepted = f"an integer >= 0, below tp_size={shown(self.tp_size)}"
             raise ValueError(f"tp_rank is {shown(self.tp_rank)}; accepted is {accepted}")

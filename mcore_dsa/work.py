@@ -15,8 +15,10 @@ from typing import get_args
 import torch
 
 from mcore_dsa.backends import resolve
+from mcore_dsa.checks import check_bytes, check_positive, check_sequence
 from mcore_dsa.geometry import DsaGeometry
-from mcore_dsa.rows import PackWork, RowPartition, overlap, partition_rows
+from mcore_dsa.hf_config import shown
+from mcore_dsa.rows import PackWork, RowPartition, check_ranks, overlap, partition_rows
 from mcore_dsa.settings import DEFAULT_SCORE_BYTES, Partition
 from mcore_dsa.sharded import GATHERS_HELD, OVERLAP_ROWS
 
@@ -76,21 +78,22 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """The rows of a tensor-parallel group, and pairs of the first n of them."""
+class Held:
+    """The rows of a tensor-parallel group, and of the first n of them the pairs and the tokens that they attend."""
 
     rows: int
     visible_before: Callable[[int], int]
     scored_before: Callable[[int], int]
+    attended_before: Callable[[int], int]
 
     @classmethod
-    def of(cls, work: PackWork, context_size: int) -> _Held:
-        """Those of the context-parallel rank with the most scored pairs.
+    def of(cls, work: PackWork, context_size: int, attended_before: Callable[[int], int] = lambda row: 0) -> Held:
+        """Those of the context-parallel rank with the most scored pairs; `attended_before` is of the whole pack.
 
         Raises: ValueError for a document whose length is no multiple of `2 * context_size`.
         """
         if context_size == 1:
-            return cls(work.rows, work.visible_pairs_before, work.scored_pairs_before)
+            return cls(work.rows, work.visible_pairs_before, work.scored_pairs_before, attended_before)
         multiple = 2 * context_size
         uneven = [length for length in work.lengths if length % multiple]
         if uneven:
@@ -109,7 +112,8 @@ class _Held:
         ]
         rows = work.rows // context_size
         busiest = max(groups, key=lambda parts: _before(parts, work.scored_pairs_before)(rows))
-        return cls(rows, _before(busiest, work.visible_pairs_before), _before(busiest, work.scored_pairs_before))
+        counts = (work.visible_pairs_before, work.scored_pairs_before, attended_before)
+        return cls(rows, *(_before(busiest, count) for count in counts))
 
 
 def _before(parts: Sequence[range], count: Callable[[int], int]) -> Callable[[int], int]:
@@ -147,9 +151,13 @@ def selection_work(
     Under context parallelism a rank has chunks c and `2 * CP - 1 - c` of each document, and the keys of all: the ranks
     are those of the tensor-parallel group with the most scored pairs.
 
-    Raises: ValueError for lengths or sizes that `PackWork` and `RowPartition` refuse, for a document whose length is no
-    multiple of `2 * context_size`, and for a partition that is none of `CONTEXT_PARTITIONS` with more than one.
+    Raises: TypeError for arguments of another kind; ValueError for lengths or sizes that `PackWork` and `RowPartition`
+    refuse, for a document whose length is no multiple of `2 * context_size`, and for a partition that is none of
+    `CONTEXT_PARTITIONS` with more than one.
     """
+    check_request(lengths, geometry, context_size)
+    check_positive("elem_bytes", elem_bytes)
+    check_bytes("score_bytes", score_bytes)
     heads, dim, budget = geometry.index_n_heads, geometry.index_head_dim, geometry.pool_budget
     work = PackWork(tuple(lengths), geometry.index_kpool, budget)
     if context_size > 1 and partition not in CONTEXT_PARTITIONS:
@@ -157,7 +165,7 @@ def selection_work(
         raise ValueError(
             f"partition is {partition}; accepted are, with {context_size} context-parallel ranks, {accepted}"
         )
-    held = _Held.of(work, context_size)
+    held = Held.of(work, context_size)
     owned = partition_rows(
         partition, held.rows, group_size, work.lengths, pool_size=geometry.index_kpool, budget=budget
     )
@@ -179,7 +187,7 @@ def selection_work(
     return SelectionWork(partition, ranks)
 
 
-def _rank_work(rank: int, all_rows: int, held: _Held, owned: RowPartition, sizes: _Sizes, pair_flops: int) -> RankWork:
+def _rank_work(rank: int, all_rows: int, held: Held, owned: RowPartition, sizes: _Sizes, pair_flops: int) -> RankWork:
     ranks, rows, parts = owned.group_size, owned.rows_of(rank), owned.slices(rank)
     (home,) = RowPartition.contiguous(held.rows, ranks).slices(rank)
     stay = sum(len(overlap(part, home)) for part in parts)
@@ -208,7 +216,11 @@ def _rank_work(rank: int, all_rows: int, held: _Held, owned: RowPartition, sizes
 def best_partition(
     lengths: Sequence[int], geometry: DsaGeometry, *, group_size: int, context_size: int = 1
 ) -> Partition:
-    """The partition to set for packs like `lengths`: of those even enough, the one that moves least."""
+    """The partition to set for packs like `lengths`: of those even enough, the one that moves least.
+
+    Raises: as `selection_work`.
+    """
+    check_request(lengths, geometry, context_size)
     candidates = [
         selection_work(lengths, geometry, group_size=group_size, partition=partition, context_size=context_size)
         for partition in (get_args(Partition) if context_size == 1 else CONTEXT_PARTITIONS)
@@ -217,3 +229,11 @@ def best_partition(
     bound = _EVEN_ENOUGH * min(work.busiest_over_mean for work in candidates)
     even = [work for work in candidates if work.busiest_over_mean <= bound]
     return min(even, key=lambda work: sum(rank.received_bytes for rank in work.ranks)).partition
+
+
+def check_request(lengths: Sequence[int], geometry: DsaGeometry, context_size: int) -> None:
+    """Refuse what no work can be counted of, before anything is read from it."""
+    check_sequence("lengths", lengths)
+    if not isinstance(geometry, DsaGeometry):
+        raise TypeError(f"geometry is {shown(geometry)}; accepted is a DsaGeometry")
+    check_ranks("context_size", context_size)

@@ -8,7 +8,8 @@ from draw import layout_of
 from layouts import random_selection
 from torch import Tensor
 
-from mcore_dsa.backends import resolve
+from mcore_dsa.attend import attend
+from mcore_dsa.backends import AttentionCall, resolve
 from mcore_dsa.backends.torch.slots import Slots
 from mcore_dsa.functions import masked_attention, sparse_attention
 from mcore_dsa.kpool import PoolLayout, RowBounds, expand_selection
@@ -67,17 +68,8 @@ class Case:
 
     def attend(self, bounds: RowBounds, *, attend_bytes: int = DEFAULT_ATTEND_BYTES, **kwargs) -> Tensor:
         """The same of the backend, for rows that are located already."""
-        return resolve().attend(
-            self.q,
-            self.kv,
-            self.selection,
-            self.layout,
-            bounds,
-            softmax_scale=self.scale,
-            always_select_tail=self.tail,
-            attend_bytes=attend_bytes,
-            **kwargs,
-        )
+        call = AttentionCall(self.layout, bounds, self.scale, self.tail, attend_bytes)
+        return attend(self.q, self.kv, self.selection, call, backend=resolve(), **kwargs)
 
     def run(self, **kwargs) -> tuple[Tensor, Tensor, Tensor]:
         """Output and the gradients of q and kv."""

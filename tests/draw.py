@@ -23,7 +23,8 @@ EXACT = ("plateau", "zeros", "equal", "special")
 # Of the others, "near" holds scores that differ in their last bits alone: what moves one of them moves a selection.
 ROUNDED = ("normal", "duplicates", "near")
 
-GREATEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)}
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint32)
+GREATEST = {dtype: torch.iinfo(dtype).max for dtype in INTEGERS}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from layouts import segmentations
 from test_attend import GEOMETRIES
 from torch import Tensor
 
-from mcore_dsa.backends.protocol import Kept
+from mcore_dsa.attend import Kept
 from mcore_dsa.backends.torch.slots import LANES, SlotClass, slot_classes
 from mcore_dsa.kpool import PoolLayout, RowBounds
 

@@ -98,6 +98,24 @@ def test_a_record_of_more_layers_is_refused() -> None:
     assert megatron_ranks(more_layers, 1, env=OFF) == ["the record has 2 layers; accepted are the model's, 1"]
 
 
+def two_handles() -> str:
+    """The second would take the first one's replay away without a word."""
+    model = gpt(config(num_layers=1))
+    first = ModelSelections(model)
+    record = recorded(first, model, 1)
+    second = ModelSelections(model)
+    with pytest.raises(RuntimeError, match="another's by now") as raised, first.replaying(record):
+        model(tokens(1)[:, :-1], None, None)
+    with second.replaying(record):
+        model(tokens(1)[:, :-1], None, None)
+    return str(raised.value)
+
+
+def test_of_two_handles_on_a_model_the_older_is_refused() -> None:
+    (said,) = megatron_ranks(two_handles, 1, env=OFF)
+    assert said.startswith("the source of a layer is another's by now; accepted is one ModelSelections for a model")
+
+
 # Documents that rank 0 and rank 1 are called with; they have as many tokens.
 DIFFERENT = [(48, 48), (16, 80)]
 

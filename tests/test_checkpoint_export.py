@@ -53,6 +53,7 @@ def test_exported_back_every_byte_is_the_same(tmp_path: Path, storage: DsaStorag
     (source / "subfolder").mkdir()
     export_attention(merged(binding, 2), target, template=binding)
     copied = everything_in(target)
+    copied.remove("SHA256SUMS")
     assert copied == [name for name in everything_in(source) if name != "subfolder"]
     assert filecmp.cmpfiles(source, target, copied, shallow=False) == (copied, [], [])
     assert everything_in(target.parent) == ["target"]
@@ -76,7 +77,7 @@ def test_a_single_file_is_exported_with_its_configuration_alone(tmp_path: Path) 
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     binding = verify(tmp_path / "source" / "model.safetensors")
     export_attention(merged(binding, 1), tmp_path / "target", template=binding)
-    assert everything_in(tmp_path / "target") == ["config.json", "model.safetensors"]
+    assert everything_in(tmp_path / "target") == ["SHA256SUMS", "config.json", "model.safetensors"]
     assert not verify(tmp_path / "target").faults
 
 
@@ -207,7 +208,7 @@ def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, umask:
     for folder in ("copy", "alone"):
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / folder).iterdir()}
         assert modes == dict.fromkeys(modes, 0o666 & ~umask)
-        assert len(modes) == 5
+        assert len(modes) == 6
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace", "write"])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mcore_dsa import DsaGeometry
+from mcore_dsa.attention_work import attention_work
 from mcore_dsa.cli import main
 from mcore_dsa.tp_plan import DsaTpPlan
 from mcore_dsa.work import CONTEXT_PARTITIONS, best_partition, selection_work
@@ -93,8 +94,26 @@ def test_the_listed_partition_can_be_chosen() -> None:
     _, out, _ = command(*words)
     assert json.loads(command(*words, "--json")[1])["selection"]["partition"] == "contiguous"
     assert "The same on each rank, contiguous" in out
-    (best,) = (line for line in out.splitlines() if "(best)" in line)
+    best, _ = (line for line in out.splitlines() if "(best)" in line)
     assert best.startswith("zigzag (best)")
+
+
+def test_both_cuts_of_the_attention_are_the_work_models() -> None:
+    words = ("plan", "--config", FLASH, "--tp", 8, "--seq", 65536)
+    attention = plan(*words[1:])["attention"]
+    geometry = DsaGeometry.from_config(FLASH)
+    assert attention["partition"] == "zigzag"
+    for shard, entry in attention["shards"].items():
+        work = attention_work([65536], geometry, group_size=8, partition="zigzag", shard=shard)
+        assert entry["ranks"] == [vars(rank) for rank in work]
+        assert entry["transfer_seconds"] == max(rank.transfer_seconds for rank in work)
+    assert attention["best"] == "rows"
+    _, out, _ = command(*words)
+    heads, rows = (
+        next(line for line in out.splitlines() if line.startswith(f"by {shard}")) for shard in ("heads", "rows")
+    )
+    assert rows.startswith("by rows (best)")
+    assert heads.split()[-1] == f"{1e3 * attention['shards']['heads']['transfer_seconds']:.1f}"
 
 
 def test_one_rank_saves_nothing() -> None:
@@ -187,6 +206,16 @@ def test_the_picture_shows_each_rank_under_each_partition(tmp_path: Path, monkey
     partitions = report["selection"]["partitions"]
     wanted = {name: [rank["flops"] for rank in partitions[name]["ranks"]] for name in partitions if name != "off"}
     assert drawn == wanted
+    shards = report["attention"]["shards"]
+    heights = {
+        tick.get_text(): sum(bar.get_height() for bar in bars)
+        for tick, bars in zip(
+            figures[0].axes[1].get_xticklabels(),
+            zip(*[iter(bar for container in figures[0].axes[1].containers for bar in container)] * 2, strict=True),
+            strict=True,
+        )
+    }
+    assert heights == {f"by {shard}": pytest.approx(1e3 * entry["transfer_seconds"]) for shard, entry in shards.items()}
 
 
 def test_answers_fit_the_width(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """The command line: verifying checkpoints, converting them, and that no folder is ever left incomplete."""
 
 import filecmp
+import hashlib
 import json
 import os
 import resource
 import shutil
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from mcore_dsa import safetensors_files
 from mcore_dsa.binding import MEGATRON_NAMES, DsaStorage, verify
 from mcore_dsa.checkpoint import load_attention
 from mcore_dsa.cli import convert
+from mcore_dsa.files import digest_of, names_in, write_digests
 from mcore_dsa.tp_plan import DsaTpPlan
 
 
@@ -81,7 +84,7 @@ def test_ranks_hold_what_they_load_and_go_back_to_the_byte(checkpoint: Path, tmp
     status, out, _ = command("convert", "hf2mcore", checkpoint, ranks, "--tp", tp, "--json")
     report = json.loads(out)
     assert (status, report["layers"], report["tp"]) == (0, [*LAYERS], tp)
-    assert sorted(path.name for path in ranks.iterdir()) == sorted(["config.json", *report["files"]])
+    assert sorted(path.name for path in ranks.iterdir()) == sorted(["SHA256SUMS", "config.json", *report["files"]])
     binding = verify(checkpoint)
     for rank, file in enumerate(report["files"]):
         held = load_file(ranks / file)
@@ -167,7 +170,7 @@ def test_files_have_the_permissions_that_the_umask_leaves(checkpoint: Path, tmp_
     finally:
         os.umask(before)
     files = [path for folder in ("ranks", "back") for path in (tmp_path / folder).iterdir()]
-    assert len(files) == 3 + 5
+    assert len(files) == 4 + 6
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
@@ -203,7 +206,13 @@ def test_a_disk_that_is_full_is_no_traceback(checkpoint: Path, tmp_path: Path) -
 
 
 def damaged(ranks: Path, how: str) -> str:
-    """Damage one of two files, rank 1's; what is to be found in the report."""
+    """Damage one of two files, rank 1's, as its writer might have; what is to be found in the report."""
+    found = written_wrong(ranks, how)
+    write_digests(ranks, {name: digest_of(ranks / name) for name in names_in(ranks)})
+    return found
+
+
+def written_wrong(ranks: Path, how: str) -> str:
     file = ranks / "tp-00001-of-00002.safetensors"
     tensors = load_file(file)
     metadata = {"format": "pt", "tp_rank": "1", "tp_size": "2", "storage": "BF16", "prefix": PREFIX}
@@ -292,6 +301,46 @@ def test_ranks_of_a_group_that_is_not_there_are_counted_without_a_list(checkpoin
     save_file(load_file(file), file, metadata=metadata)
     status, out, _ = command("convert", "mcore2hf", ranks, tmp_path / "target")
     assert (status, out) == (1, f"{ranks}: expected ranks 0 to {10**12 - 1}, found [0]\n")
+
+
+def test_files_are_what_was_written_or_named(checkpoint: Path, tmp_path: Path) -> None:
+    ranks, back = tmp_path / "ranks", tmp_path / "back"
+    assert command("convert", "hf2mcore", checkpoint, ranks, "--tp", 2)[0] == 0
+    assert command("convert", "mcore2hf", ranks, back)[0] == 0
+    for folder in (ranks, back):
+        subprocess.run(["sha256sum", "--quiet", "--check", "SHA256SUMS"], cwd=folder, check=True)
+    for read, *options in (
+        (back, "hf2mcore", back, "--tp", 2),
+        (ranks, "mcore2hf", ranks),
+        (back, "mcore2hf", ranks, "--template", back),
+    ):
+        file = max(read.glob("*.safetensors"))
+        sound = file.read_bytes()
+        flipped = bytearray(sound)
+        flipped[-1] ^= 1
+        file.write_bytes(flipped)
+        status, out, err = command("convert", *options[:2], tmp_path / "target", *options[2:])
+        assert (status, err) == (1, "")
+        assert out.count("\n") == 1
+        assert f"{file} has SHA-256 {hashlib.sha256(flipped).hexdigest()[:16]}…" in out
+        assert not (tmp_path / "target").exists()
+        file.write_bytes(sound)
+    (ranks / "SHA256SUMS").unlink()
+    status, out, err = command("convert", "mcore2hf", ranks, tmp_path / "target")
+    assert (status, err) == (1, "")
+    assert out.startswith(f"{ranks / 'SHA256SUMS'} is missing; accepted is hf2mcore's")
+
+
+def test_what_a_killed_conversion_left_is_named_and_removed(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, others, strange = (tmp_path / f".{name}.partial" for name in ("ranks.0badcafe", "rank.0badcafe", "ranks.old"))
+    for folder in (left, others, strange):
+        folder.mkdir()
+        (folder / "file").touch()
+    assert command("convert", "hf2mcore", checkpoint, tmp_path / "ranks", "--tp", 2)[0] == 0
+    assert (left.exists(), others.exists(), strange.exists()) == (False, True, True)
+    assert f"removed {left}, which a process that was killed had left" in caplog.messages
 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import megatron_ranks
+from harness import megatron_ranks, run_ranks
 from hf_checkpoints import checkpoint_tensors, dequantised, full, tiny_config, write_checkpoint
 from torch import Tensor
-from train_runs import losses, start, tiny
+from train_runs import losses, refusals, start, tiny
 
 from mcore_dsa.binding import MEGATRON_NAMES, DsaStorage
+from mcore_dsa.files import digest_of, names_in, write_digests
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.pretrained import find_pretrained
 
@@ -184,6 +185,23 @@ def test_a_run_starts_from_it_sharded_or_not_and_resumes_without_it(tmp_path: Pa
     start(tiny(resumed, options, f"--load-hf {folder} --training.steps 2"))
     start(tiny(resumed, options, "--resume"))
     assert losses(resumed) == losses(straight)
+
+
+def test_files_that_have_changed_and_weights_that_are_no_numbers_are_refused_on_every_rank(tmp_path: Path) -> None:
+    folder, tensors = written(tmp_path)
+    write_digests(folder, {name: digest_of(folder / name) for name in names_in(folder)})
+    changed = max(folder.glob("*.safetensors"))
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\x7f")
+    tensors[full("indexer.wk.weight", 2)][0, 0] = torch.nan
+    poisoned = write_checkpoint(tmp_path / "poisoned", tiny_config(**SHAPE), tensors)
+    configs = [tiny(tmp_path / "run", f"--model.num_layers 4 --load-hf {path}") for path in (folder, poisoned)]
+    all_told = run_ranks(refusals, 2, configs)
+    assert all_told[0] == all_told[1]
+    told_of_bytes, told_of_weights = all_told[0]
+    assert told_of_bytes.startswith(f"{changed} has SHA-256 {digest_of(changed)[:16]}… over ")
+    name = "model.decoder.layers.1.self_attention.core_attention.indexer.linear_wk.weight"
+    assert told_of_weights.startswith(f"weights of {poisoned}: {name} is not finite on ranks [0, 1]; accepted are")
+    assert not (tmp_path / "run").exists()
 
 
 def refused(config: JobConfig) -> list[str]:

@@ -98,10 +98,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, "packed_seq_params.cu_seqlens_q is None"),
     ({"cu_seqlens_q_padded": OWN}, "packed_seq_params.cu_seqlens_q_padded and cu_seqlens_kv_padded differ"),
     (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), OWN[:2]), "the last padded cumulative length is 5; accepted"),
-    ({name: OWN.view(1, 3) for name in ("cu_seqlens_q", "cu_seqlens_kv")}, "cu_seqlens has shape (1, 3)"),
-    (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), OWN - 1), "cu_seqlens holds [-1, 4, 7]"),
+    ({name: OWN.view(1, 3) for name in ("cu_seqlens_q", "cu_seqlens_kv")}, "cu_seqlens_q has shape (1, 3)"),
+    ({name: torch.tensor([-1, 5, 8]) for name in ("cu_seqlens_q", "cu_seqlens_kv")}, "cu_seqlens holds [-1, 5, 8]"),
     ({name: torch.tensor([0, -1, 8]) for name in ("cu_seqlens_q", "cu_seqlens_kv")}, "cu_seqlens holds [0, -1, 8]"),
-    ({name: OWN.float() for name in ("cu_seqlens_q", "cu_seqlens_kv")}, "cu_seqlens is torch.float32"),
+    ({name: OWN.float() for name in ("cu_seqlens_q", "cu_seqlens_kv")}, "cu_seqlens_q is torch.float32"),
     (
         {name: torch.tensor([0, 4, 8]) for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")},
         "document 0 of cu_seqlens is 5 tokens; accepted is at most its place in cu_seqlens_padded, 4",

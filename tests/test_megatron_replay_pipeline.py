@@ -103,8 +103,10 @@ STACKS: dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("store", ["1", "0"])
-@pytest.mark.parametrize("name", STACKS)
+# Without the store each recompute asks for its record again; with it chunks and letters may confuse what is kept.
+@pytest.mark.parametrize(
+    ("name", "store"), [*((name, "0") for name in STACKS), ("gpt in chunks", "1"), ("hybrid", "1")]
+)
 def test_every_micro_batch_replays_its_own_record(name: str, store: str) -> None:
     """Backward recomputes what is long closed; every rank has the records of the whole pipeline."""
     pattern, options, sizes = STACKS[name]

@@ -74,9 +74,9 @@ def test_bad_partitions_are_refused() -> None:
     ):
         partition_rows("striped", 4, 2, [4], pool_size=4, budget=1)  # type: ignore[arg-type]
     for make in (RowPartition.contiguous, RowPartition.zigzag):
-        with pytest.raises(ValueError, match="accepted are num_rows >= 0 and group_size >= 1"):
+        with pytest.raises(ValueError, match=r"(num_rows|group_size) is .*; accepted is an integer >= "):
             make(4, 0)
-        with pytest.raises(ValueError, match="accepted are num_rows >= 0 and group_size >= 1"):
+        with pytest.raises(ValueError, match=r"(num_rows|group_size) is .*; accepted is an integer >= "):
             make(-1, 2)
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=rf"rank is {rank}; accepted is 0 <= rank < 2"):
@@ -171,11 +171,15 @@ def selection_over_ranks(rows: int, cuts: list[int], data: str, piece: int, devi
 PACKS = [(120, [0, 120]), (121, [0, 3, 60, 61, 100, 121]), (7, [0, 7]), (96, [0, 80, 81, 82, 83, 96])]
 
 
+def selections_over_ranks(data: str) -> None:
+    for rows, cuts in PACKS:
+        selection_over_ranks(rows, cuts, data, 7)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("data", ["plateau", "zeros", "equal", "duplicates"])
 def test_partitions_change_no_bit(ranks: int, data: str) -> None:
-    for rows, cuts in PACKS:
-        run_ranks(selection_over_ranks, ranks, rows, cuts, data, 7)
+    run_ranks(selections_over_ranks, ranks, data)
 
 
 def partition_that_does_not_fit() -> None:

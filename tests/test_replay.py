@@ -44,7 +44,8 @@ class Fixed:
         chosen_BOK = chosen_BOK.masked_fill(own.visible_BS.unsqueeze(-1) == 0, -1)
         chosen_BOK[..., 1:] = -1
         # As a source that scores: what it tells the gather is not what is replayed.
-        request.gather.advance(chosen_BOK, own.rows)
+        if request.gather is not None:
+            request.gather.advance(chosen_BOK, own.rows)
         return chosen_BOK
 
 

@@ -73,7 +73,8 @@ def save(config: JobConfig) -> State:
 
 
 def load(config: JobConfig, run_dir: Path) -> State:
-    from mcore_dsa.train.checkpointing import latest_checkpoint, load_checkpoint
+    from mcore_dsa.train.checkpointing import load_checkpoint
+    from mcore_dsa.train.stored import latest_checkpoint
 
     trainer, _ = trainer_of(config)
     for parameter in trainer.chunks[0].parameters():

@@ -1,15 +1,18 @@
 """Scores by tiles: where a query or a key stands moves no bit of a score, which is measured before one is used."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from draw import EXACT, Call, calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_dsa.backends.torch import scoring
-from mcore_dsa.backends.torch.scoring import TileScorer, tile_fingerprint, tile_for
+from mcore_dsa import precision
+from mcore_dsa.backends.torch import scoring, select
+from mcore_dsa.backends.torch.scoring import TileScorer, operands_of, tile_fingerprint, tile_for
 from mcore_dsa.functions import select_pools
 from mcore_dsa.kpool import PoolLayout
 from mcore_dsa.reference import reference_scores, reference_topk
@@ -199,3 +202,43 @@ def test_the_workspace_counts_what_is_held() -> None:
         assert owned
         counted = tile.workspace(heads, dim).buffers.values()
         assert sum(owned.values()) == sum(buffer.nbytes for buffer in counted if not buffer.inside)
+
+
+def multiply_bf16(left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """In the place of the product that torch has for CUDA alone."""
+    assert (left.dtype, right.dtype, dtype, out.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
+    return torch.mm(left.float(), right.float(), out=out)
+
+
+@pytest.fixture
+def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """bf16 queries and keys multiplied as they are."""
+    forget_probes()
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(scoring, "operands_of", lambda _, *dtypes: operands_of(cuda, *dtypes))
+    monkeypatch.setattr(select, "operands_of", lambda _, *dtypes: operands_of(cuda, *dtypes))
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype_out", multiply_bf16, "CPU")
+        yield
+    forget_probes()
+
+
+@pytest.mark.usefixtures("_as_on_cuda")
+@settings(max_examples=20)
+@given(calls(EXACT))
+def test_bf16_products_select_what_the_oracle_does(call: Call) -> None:
+    narrow = replace(call, q_SBHD=call.q_SBHD.bfloat16(), pool_key_PBD=call.pool_key_PBD.bfloat16())
+    assert torch.equal(narrow.select(), call.oracle())
+
+
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_bf16_products_leave_the_switches_of_the_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pinned() -> None:
+        raise AssertionError("the precision of the process is set")
+
+    monkeypatch.setattr(precision, "_pin_products", pinned)
+    q, weights, key = torch.randn(9, 1, 8, 16), torch.randn(9, 1, 8), torch.randn(9, 1, 16)
+    layout = PoolLayout.dense(9, pool_size=1)
+    select_pools(q.bfloat16(), weights, key.bfloat16(), layout, budget=2)
+    with pytest.raises(AssertionError, match="precision of the process"):
+        select_pools(q.bfloat16(), weights, key, layout, budget=2)

@@ -12,6 +12,7 @@ from mcore_dsa.settings import (
     OVERLAP_VARIABLE,
     PARTITION_VARIABLE,
     SCORE_BYTES_VARIABLE,
+    bytes_text,
     read_settings,
 )
 
@@ -34,6 +35,17 @@ NOT_BYTES = ["0", "0MiB", "-1", "+1", "1.5GiB", "1e9", "64KB", "64MB", "64M", "M
 TOO_MANY_BYTES = [str(2**63), "8589934592GiB", "9" * 10_000]
 
 
+@given(st.integers(1, 2**63 - 1) | st.integers(1, 2**33 - 1).map(lambda units: units << 30))
+def test_a_size_is_shown_as_it_is_read(size: int) -> None:
+    settings = read_settings({SCORE_BYTES_VARIABLE: bytes_text(size), OVERLAP_VARIABLE: "0"})
+    assert settings.score_bytes.value == size
+    assert settings.score_bytes.shown == bytes_text(size)
+    shown = f"{SCORE_BYTES_VARIABLE} {bytes_text(size)} (set to {bytes_text(size)!r})"
+    assert shown in map(str, settings)
+    assert f"{OVERLAP_VARIABLE} off (set to '0')" in map(str, settings)
+    assert f"{KERNELS_VARIABLE} auto (default)" in map(str, settings)
+
+
 def test_nothing_set_means_off_and_the_default_budgets() -> None:
     settings = read_settings({})
     assert settings.partition.value == "off"
@@ -42,6 +54,23 @@ def test_nothing_set_means_off_and_the_default_budgets() -> None:
     assert settings.score_bytes.value == settings.attend_bytes.value == 268_435_456
     assert settings.faults == ()
     settings.raise_faults()
+
+
+@given(st.integers(0, 2**41))
+def test_default_budgets_follow_the_memory_of_a_device(device_bytes: int) -> None:
+    """A power of two between a 32nd and a 16th of it, and never below 256 MiB; what is set stands."""
+    settings = read_settings({ATTEND_BYTES_VARIABLE: "64MiB"}, device_bytes=device_bytes)
+    budget = settings.score_bytes.value
+    assert settings.attend_bytes.value == 2**26
+    assert budget == 2**28 or device_bytes / 32 < budget <= device_bytes / 16
+    assert budget >= 2**28
+    assert budget.bit_count() == 1
+
+
+def test_the_budget_of_a_known_device() -> None:
+    """An H200's 139.8 GiB, an H100's 79.2 GiB."""
+    for mib, gib in ((143_156, 8), (81_100, 4)):
+        assert read_settings({}, device_bytes=mib << 20).attend_bytes.value == gib << 30
 
 
 @pytest.mark.parametrize("raw", OFF)
@@ -106,8 +135,9 @@ def test_overlap_is_a_switch() -> None:
 def test_kernels_are_named() -> None:
     assert read_settings({}).kernels.value == "auto"
     assert read_settings({KERNELS_VARIABLE: " Torch "}).kernels.value == "torch"
-    (fault,) = read_settings({KERNELS_VARIABLE: "triton"}).faults
-    assert fault == "MCORE_DSA_KERNELS is 'triton'; accepted are auto and torch"
+    assert read_settings({KERNELS_VARIABLE: "TRITON"}).kernels.value == "triton"
+    (fault,) = read_settings({KERNELS_VARIABLE: "cuda"}).faults
+    assert fault == "MCORE_DSA_KERNELS is 'cuda'; accepted are auto, torch and triton"
 
 
 def test_every_fault_is_raised_at_once() -> None:
@@ -156,6 +186,7 @@ def test_description_is_plain_text() -> None:
         "MCORE_DSA_SCORE_BYTES": "1048576",
         "MCORE_DSA_ATTEND_BYTES": "'-1'; accepted are positive whole numbers of bytes below 2**63, as 67108864, or "
         "with a unit: B, KiB, MiB or GiB",
+        "MCORE_DSA_ATTEND_SHARD": "heads",
         "MCORE_DSA_OVERLAP": "True",
         "MCORE_DSA_KERNELS": "auto",
         "MCORE_DSA_RECOMPUTE_STORE": "True",

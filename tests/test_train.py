@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RanksFailed, run_ranks
-from train_runs import FLAG, ROOT, TINY, losses, metrics, run, start, tiny
+from train_runs import FLAG, ROOT, TINY, losses, metrics, refusals, run, start, tiny
 
 from mcore_dsa.train.config import JobConfig, parse_config
 
@@ -124,6 +124,7 @@ def test_every_sample_is_read_once_and_a_resumed_run_goes_on_with_the_next(tmp_p
 
 
 def run_and_record_samples(config: JobConfig) -> list[int]:
+    from mcore_dsa.train.loop import Trainer
     from mcore_dsa.train.samples import Windows
 
     samples = []
@@ -133,7 +134,16 @@ def run_and_record_samples(config: JobConfig) -> list[int]:
         samples.append(sample)
         return read(self, sample)
 
-    Windows.__getitem__ = record
+    def step(self: Trainer) -> Any:
+        # Before a checkpoint the next samples are read as well.
+        Windows.__getitem__ = record
+        try:
+            return train_step(self)
+        finally:
+            Windows.__getitem__ = read
+
+    train_step = Trainer.train_step
+    Trainer.train_step = step
     run(config)
     return samples
 
@@ -158,8 +168,8 @@ def run_until_power_fails(config: JobConfig) -> None:
 
     write = checkpointing.dist_checkpointing.save
 
-    def fail_in_the_third(state: Any, folder: str) -> None:
-        write(state, folder)
+    def fail_in_the_third(state: Any, folder: str, writer: Any) -> None:
+        write(state, folder, writer)
         if folder.endswith("step_00000003"):
             (Path(folder) / "metadata.json").unlink(missing_ok=True)
             raise RuntimeError("the power went")
@@ -169,35 +179,34 @@ def run_until_power_fails(config: JobConfig) -> None:
 
 
 def test_resuming_refuses_another_run(tmp_path: Path) -> None:
-    from mcore_dsa.train.job import prepare
-
-    with pytest.raises(ValueError, match=r"resume is true; accepted is false: .* holds no complete checkpoint"):
-        prepare(tiny(tmp_path / "nothing", "--resume"), 2)
-    start(tiny(tmp_path, "--training.steps 2"))
-    with pytest.raises(ValueError, match="accepted to resume") as refused:
-        prepare(
-            tiny(
-                tmp_path, "--resume --training.lr 0.1 --model.hidden_dropout 0 --max_data_bytes 9000 --training.steps 2"
-            ),
-            2,
-        )
-    lines = str(refused.value).splitlines()
-    fields = ["digest of data", "model.hidden_dropout", "training.lr", "training.steps"]
-    assert [line.partition(" is ")[0] for line in lines] == fields
-    assert f"accepted to resume {tmp_path}" in lines[1]
-    assert lines[1].endswith(" is 0.1")
-    with pytest.raises(ValueError, match="accepted to resume") as refused:
-        prepare(tiny(tmp_path, "--resume --pack --training.micro_batch_size 1"), 2)
-    assert [line.partition(" is ")[0] for line in str(refused.value).splitlines()] == [
-        "document_multiple",
-        "pack",
-        "training.micro_batch_size",
+    run_dir = tmp_path / "run"
+    start(tiny(run_dir, "--training.steps 2"))
+    other = "--training.lr 0.1 --model.hidden_dropout 0 --max_data_bytes 9000 --training.steps 2"
+    configs = [
+        tiny(tmp_path / "nothing", "--resume"),
+        tiny(run_dir, "--resume", other),
+        tiny(run_dir, "--resume --pack --training.micro_batch_size 1"),
     ]
-    prepare(tiny(tmp_path, "--resume --training.steps 3"), 2)
+    nothing, fields, pack = run_ranks(refusals, 2, configs)[0]
+    folder = tmp_path / "nothing" / "checkpoints"
+    assert nothing == f"resume is true; accepted is false: {folder} holds no complete checkpoint"
+    lines = fields.splitlines()
+    assert [line.partition(" is ")[0] for line in lines] == [
+        "digest of data",
+        "model.hidden_dropout",
+        "training.lr",
+        "training.steps",
+    ]
+    assert f"accepted to resume {run_dir}" in lines[1]
+    assert lines[1].endswith(" is 0.1")
+    lines = [line.partition(" is ")[0] for line in pack.splitlines()]
+    assert lines == ["document_multiple", "pack", "training.micro_batch_size"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_resuming_refuses_other_expert_parallel_ranks(tmp_path: Path) -> None:
-    from mcore_dsa.train.checkpointing import Checkpoint, resume_faults, run_fields
+    from mcore_dsa.train.checkpointing import resume_faults, run_fields
+    from mcore_dsa.train.stored import Checkpoint
 
     config = tiny(tmp_path)
     saved = Checkpoint(folder=tmp_path, step=1, run=run_fields(config, ""), layout={"expert": 1})

@@ -31,6 +31,9 @@ def test_every_configuration_states_a_whole_run(path: Path) -> None:
     ("arguments", "message"),
     [
         (["--parallel.tensor", "0"], "parallel.tensor"),
+        (["--resume", "perhaps"], "resume"),
+        (["--resume-from", "0"], "resume_from"),
+        (["--checkpoint.keep", "0"], "checkpoint.keep"),
         (["--training.lr", "fast"], "training.lr"),
         (["--training.dtype", "fp16"], "training.dtype"),
         (["--model.hiden_size", "64"], "model.hiden_size"),
@@ -165,6 +168,10 @@ def test_a_run_shorter_than_its_warm_up_ends_in_it(tmp_path: Path) -> None:
             "training.sequence_length is 32; accepted is a multiple of 2 * parallel.context and of parallel.tensor * "
             "parallel.context, 12",
         ),
+        ("--training.lr=inf", 2, "training.lr is inf; accepted is a finite number"),
+        ("--model.init_method_std=inf", 2, "model.init_method_std is inf; accepted is a finite number"),
+        ("--resume auto --resume-from 2", 2, "resume_from is 2; accepted with resume auto is null"),
+        ("--load_hf x --resume-from 2", 2, "load_hf is 'x'; accepted with resume true is null"),
         ("--pack", 2, "training.micro_batch_size is 2; accepted with pack true is 1"),
         (f"{PACK} --document_multiple 6", 2, "training.sequence_length is 32; accepted with pack true is a multiple"),
         (

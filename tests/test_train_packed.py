@@ -14,9 +14,9 @@ from train_runs import FLAG, losses, metrics, run, start, tiny, trainer_of, writ
 
 from mcore_dsa.train.config import JobConfig
 
-TWENTY = (
+PACKED = (
     "--pack --training.micro_batch_size 1 --training.global_batch_size 2 --training.sequence_length 128"
-    " --training.steps 20 --training.decay_steps 20 --training.recompute full"
+    " --training.recompute full"
 )
 
 
@@ -25,29 +25,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--data {write_files(tmp_path_factory.mktemp('text') / 'files')}"
 
 
-def twenty_steps(run_dir: Path, text: str, ranks: int, options: str) -> None:
-    """With the flag on, and off again."""
-    summary = start(tiny(run_dir, text, TWENTY, options, "--compare-unsharded"), ranks)
+def test_twenty_steps_have_the_losses_of_the_unsharded_run(text: str, tmp_path: Path) -> None:
+    twenty = "--training.steps 20 --training.decay_steps 20 --compare-unsharded"
+    summary = start(tiny(tmp_path / "run", text, PACKED, twenty))
     assert (summary["flag"], summary["group_size"]) == ("contiguous", 2)
     assert summary["unsharded_losses_bit_identical"] is True
-    found = losses(run_dir)
+    found = losses(tmp_path / "run")
     assert len(set(found)) == 20
     assert found[-1] < found[0] - 0.5
 
 
-def test_twenty_steps_have_the_losses_of_the_unsharded_run(text: str, tmp_path: Path) -> None:
-    twenty_steps(tmp_path / "run", text, 2, "")
-
-
 def test_a_context_parallel_run_that_is_killed_resumes_to_the_last_bit(text: str, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    context = "--parallel.context 2"
-    twenty_steps(straight, text, 4, context)
-    interrupted = f"{context} --checkpoint.save_every 5"
+    four = f"{PACKED} --training.steps 4 --training.decay_steps 4 --parallel.context 2"
+    summary = start(tiny(straight, text, four, "--compare-unsharded"), 4)
+    assert (summary["flag"], summary["group_size"]) == ("contiguous", 2)
+    assert summary["unsharded_losses_bit_identical"] is True
+    interrupted = tiny(killed, text, four, "--checkpoint.save_every 2")
     with pytest.raises(RanksFailed, match="killed by SIGKILL"):
-        run_ranks(run_until_killed, 4, tiny(killed, text, TWENTY, interrupted), env={FLAG: "1"})
-    assert [line["step"] for line in metrics(killed)] == list(range(1, 9))
-    assert start(tiny(killed, text, TWENTY, interrupted, "--resume"), 4)["first_step"] == 6
+        run_ranks(run_until_killed, 4, interrupted, env={FLAG: "1"})
+    assert [line["step"] for line in metrics(killed)] == [1, 2, 3]
+    assert start(replace(interrupted, resume=True), 4)["first_step"] == 3
     assert losses(killed) == losses(straight)
     norms = [[line["gradient_norm"] for line in metrics(folder)] for folder in (killed, straight)]
     assert norms[0] == norms[1]
@@ -58,7 +56,7 @@ def run_until_killed(config: JobConfig) -> None:
 
     class Killed(job.Trainer):
         def train_step(self) -> Any:
-            if self.step == 8 and torch.distributed.get_rank() == 0:
+            if self.step == 3 and torch.distributed.get_rank() == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_step()
 

@@ -23,8 +23,8 @@ from mcore_dsa.train.config import JobConfig
 ROUNDINGS = 4.0
 
 COMMON = (
-    "--model.hidden_dropout 0 --training.micro_batch_size 1 --training.global_batch_size 8"
-    " --training.steps 4 --training.clip_grad 0 --parallel.tensor 1"
+    "--model.hidden_dropout 0 --training.micro_batch_size 1 --training.global_batch_size 4"
+    " --training.steps 3 --training.decay_steps 3 --training.clip_grad 0 --parallel.tensor 1"
 )
 
 
@@ -101,7 +101,8 @@ def restore(trainer: Any, run_dir: Path) -> None:
     """All of it; of a model with experts the weights alone, for Megatron cannot load its optimizer on other ranks."""
     from megatron.core import dist_checkpointing
 
-    from mcore_dsa.train.checkpointing import latest_checkpoint, load_checkpoint
+    from mcore_dsa.train.checkpointing import load_checkpoint
+    from mcore_dsa.train.stored import latest_checkpoint
 
     checkpoint = latest_checkpoint(run_dir)
     if trainer.config.model.num_moe_experts is None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
@@ -40,6 +41,19 @@ def write_files(folder: Path, *, count: int = 120) -> Path:
     return folder
 
 
+def write_indexed(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> str:
+    """Each document in two sequences, as a splitter of sentences would leave it."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_item(torch.tensor(document[:2]))
+        builder.add_item(torch.tensor(document[2:]))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -55,6 +69,17 @@ def run(config: JobConfig) -> dict[str, Any]:
 
     patches.apply()
     return asdict(train(prepare(config, torch.distributed.get_world_size())))
+
+
+def refusals(configs: list[JobConfig]) -> list[str]:
+    """What each run is refused with, or ends with, in ranks that the harness started."""
+    told = []
+    for config in configs:
+        try:
+            run(config)
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+    return told
 
 
 def start(config: JobConfig, ranks: int = 2) -> dict[str, Any]:

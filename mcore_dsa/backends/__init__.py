@@ -1,14 +1,6 @@
 """Implementations of compression, selection and attention behind one protocol."""
 
-from mcore_dsa.backends.protocol import Backend, Kept, LatentShards, SelectionCounters
-from mcore_dsa.backends.torch import TorchBackend
-from mcore_dsa.settings import Kernels
+from mcore_dsa.backends.choice import Choice, Target, choose, resolve
+from mcore_dsa.backends.protocol import AttentionCall, Backend, SelectionCounters
 
-__all__ = ["Backend", "Kept", "LatentShards", "SelectionCounters", "resolve"]
-
-_TORCH: Backend = TorchBackend()
-
-
-def resolve(kernels: Kernels = "auto") -> Backend:
-    """The backend that a setting comes to on this machine; torch is the only one there is."""
-    return {"auto": _TORCH, "torch": _TORCH}[kernels]
+__all__ = ["AttentionCall", "Backend", "Choice", "SelectionCounters", "Target", "choose", "resolve"]

@@ -6,7 +6,7 @@ rely on shapes, dtypes and devices. Row bounds come as device tensors, and need 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,8 @@ class SelectionCounters:
     """What selections did, summed over calls; plain integers on the host.
 
     `rows` that came in, `scored_rows` of them that see more pools than the budget, `scored_pairs` the visible pools of
-    those, `tile_pairs` the (row, pool) products computed, padding of the tiles included.
+    those, `tile_pairs` the (row, pool) products computed, padding of the tiles included; `verified_rows` of other ranks
+    that this one selected again.
     """
 
     calls: int = 0
@@ -29,34 +30,24 @@ class SelectionCounters:
     scored_rows: int = 0
     scored_pairs: int = 0
     tile_pairs: int = 0
+    verified_rows: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """What backward keeps of a selection, and how it gets the whole back.
+class AttentionCall:
+    """What both passes of attention know of their rows beside queries, latents and the selection.
 
     Attributes:
-        selection_BOK: int32, this rank's own rows.
-        restore: from them the selection of every row, bit for bit; all ranks of the group enter it together.
+        layout: the pools of the latents. bounds: where each row stands, and what it sees.
+        softmax_scale, always_select_tail: as `mcore_dsa.sparse_attention` takes them.
+        attend_bytes: bytes that either pass may take.
     """
 
-    selection_BOK: Tensor
-    restore: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LatentShards:
-    """Latents of which each rank holds some: backward keeps this rank's own, and gets the others anew.
-
-    Attributes:
-        gather: from the own latents `[l, b, c]` those of all tokens `[t, b, c]`, bit for bit each time.
-        reduce: from this rank's part of the gradient of all, `[t, b, c]`, the sum over ranks for its own latents.
-
-    All ranks of the group enter both together.
-    """
-
-    gather: Callable[[Tensor], Tensor]
-    reduce: Callable[[Tensor], Tensor]
+    layout: PoolLayout
+    bounds: RowBounds
+    softmax_scale: float
+    always_select_tail: bool
+    attend_bytes: int
 
 
 class Backend(Protocol):
@@ -84,24 +75,36 @@ class Backend(Protocol):
     ) -> Tensor:
         """As `mcore_dsa.select_pools`: int32 `[b, s, budget]`."""
 
+    def selection_faults(self, selection_BSK: Tensor, call: AttentionCall) -> Tensor:
+        """bool `[2]` on the device: an id that its row cannot see; ids that do not ascend, or stand behind a -1."""
+
     def attend(
+        self, q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall, out_SBHC: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Fill `out_SBHC` as `mcore_dsa.sparse_attention` does, and return what backward needs of it beside the inputs.
+
+        A selection with faults reads nothing outside of the latents. The output of a row and head does not depend on
+        the rows and heads beside it. `selection_BSK` may be strided.
+
+        Raises: ValueError for less than `smallest_attend_bytes`.
+        """
+
+    def attend_backward(
         self,
         q_SBHC: Tensor,
         kv_TBC: Tensor,
         selection_BSK: Tensor,
-        layout: PoolLayout,
-        bounds: RowBounds,
-        *,
-        softmax_scale: float,
-        always_select_tail: bool,
-        attend_bytes: int,
-        kept: Kept | None = None,
-        shards: LatentShards | None = None,
-    ) -> Tensor:
-        """As `mcore_dsa.sparse_attention`; with `kept`, backward holds that in place of `selection_BSK`.
+        call: AttentionCall,
+        saved: tuple[Tensor, ...],
+        out_grad_SBHC: Tensor,
+        q_grad_SBHC: Tensor | None,
+        sum_XC: Tensor | None,
+    ) -> None:
+        """Fill `q_grad_SBHC`; add the gradients of latents to `sum_XC`.
 
-        With `shards`, `kv_TBC` are this rank's own latents; those of all tokens are held while a pass runs, beyond
-        `attend_bytes`.
+        Args:
+            saved: what `attend` returned of the same rows.
+            sum_XC: fp32, or fp64 if an input is, `[t * b + 1, c]`: row `token * b + sample`; the last one is scratch.
         """
 
     def fingerprint(self, device: torch.device, heads: int, dim: int) -> str:

@@ -16,6 +16,7 @@ from mcore_dsa.binding import CheckpointBinding, DsaStorage
 from mcore_dsa.binding import verify as verify_checkpoint
 from mcore_dsa.checkpoint import (
     LayerTensor,
+    changed_files,
     export_attention,
     load_attention,
     merge_attention,
@@ -23,10 +24,11 @@ from mcore_dsa.checkpoint import (
 )
 from mcore_dsa.cli.outcome import Outcome
 from mcore_dsa.cli.verify import fault_lines, outcome_of
+from mcore_dsa.files import DIGESTS, differing, new_folder, read_digests
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import CONFIG_NAME, shown
 from mcore_dsa.safetensors_files import Fault, StoredTensor, read_header
-from mcore_dsa.tensor_files import new_folder, read_tensor, save_tensors
+from mcore_dsa.tensor_files import read_tensor, save_tensors
 from mcore_dsa.tp_plan import DsaTpPlan
 
 # The tensors of a rank by layer and by Megatron's name.
@@ -45,6 +47,8 @@ def hf2mcore(source: str, target: str, tp: int, layers: str | None, config: str 
     chosen = _chosen_layers(binding, layers)
     if binding.faults_of(chosen) or (binding.faults and layers is None):
         return outcome_of(binding)
+    if changed := changed_files(binding, chosen):
+        return _faulty(source, changed)
     plans = [DsaTpPlan(rank, tp, binding.geometry) for rank in range(tp)]
     storage = DsaStorage.F32 if binding.storage is DsaStorage.F32 else DsaStorage.BF16
     same = {"format": "pt", "tp_size": str(tp), "storage": storage.value, "prefix": str(binding.prefix)}
@@ -72,17 +76,19 @@ def mcore2hf(source: str, target: str, template: str | None, config: str | None)
     faults: tuple[Fault, ...] = ()
     try:
         ranks, common = _read_ranks(Path(source))
+        _check_digests(Path(source))
         if template is not None:
             binding = verify_checkpoint(template, config)
             if binding.faults_of(common.layers):
                 return outcome_of(binding)
+            if changed := changed_files(binding, common.layers):
+                return _faulty(template, changed)
             faults = binding.faults
             export_attention(_merged(ranks, common.layers, binding.geometry), target, template=binding)
         else:
             _write_alone(ranks, common, target, str(Path(source) / CONFIG_NAME) if config is None else config)
     except _FaultyRanksError as error:
-        lines = error.args
-        return Outcome({"path": source, "ok": False, "faults": lines}, lambda: "\n".join(lines), ok=False)
+        return _faulty(source, error.args)
     written = sorted(path.name for path in Path(target).iterdir())
     return _written(target, common.layers, common.size, written, faults)
 
@@ -126,6 +132,23 @@ def _written(target: str, layers: tuple[int, ...], tp: int, files: list[str], fa
     if faults:
         lines += ["Faults elsewhere in the checkpoint, which none of these layers needs", *fault_lines(faults)]
     return Outcome(report, lambda: "\n".join(lines))
+
+
+def _faulty(path: str, lines: Sequence[str]) -> Outcome:
+    return Outcome({"path": path, "ok": False, "faults": lines}, lambda: "\n".join(lines), ok=False)
+
+
+def _check_digests(folder: Path) -> None:
+    try:
+        digests = read_digests(folder)
+    except FileNotFoundError as error:
+        accepted = f"hf2mcore's, or that of: sha256sum * > {DIGESTS}"
+        raise _FaultyRanksError(f"{folder / DIGESTS} is missing; accepted is {accepted}") from error
+    strangers = [file.name for file in folder.glob("*.safetensors") if file.name not in digests]
+    if strangers:
+        raise _FaultyRanksError(*(f"{name}: {DIGESTS} does not name it" for name in sorted(strangers)))
+    if changed := differing(folder, digests, sorted(digests)):
+        raise _FaultyRanksError(*changed)
 
 
 def _chosen_layers(binding: CheckpointBinding, wanted: str | None) -> tuple[int, ...]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
 
+from mcore_dsa.attention_work import MEMORY_BYTES_PER_S, attention_work, best_shard
 from mcore_dsa.cli.outcome import WIDTH, Outcome, table
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
-from mcore_dsa.settings import Partition
+from mcore_dsa.settings import AttendShard, Partition
 from mcore_dsa.tp_plan import DsaTpPlan
 from mcore_dsa.work import CONTEXT_PARTITIONS, best_partition, selection_work
 
@@ -36,6 +37,7 @@ def plan(
     lengths = _lengths(seq, segments)
     if seq // geometry.index_kpool >= _POOLS:
         raise ValueError(f"--seq is {seq}; accepted are fewer than {_POOLS} pools of {geometry.index_kpool} tokens")
+    selection = _selection(geometry, lengths, tp, cp, partition)
     report: Report = {
         "config": config,
         "tp": tp,
@@ -43,11 +45,12 @@ def plan(
         "seq": seq,
         "documents": len(lengths),
         **_weights(geometry, tp),
-        "selection": _selection(geometry, lengths, tp, cp, partition),
+        "selection": selection,
+        "attention": _attention(geometry, lengths, tp, cp, selection["partition"]),
         "latents": _latents(geometry, seq, cp),
     }
     if plot is not None:
-        _draw(report["selection"], plot)
+        _draw(selection, report["attention"], plot)
         report["plot"] = plot
     return Outcome(report, lambda: _text(report))
 
@@ -118,6 +121,19 @@ def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, 
     }
 
 
+def _attention(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, partition: Partition) -> Report:
+    options: Report = {"group_size": tp, "partition": partition, "context_size": cp}
+    shards = {shard: attention_work(lengths, geometry, shard=shard, **options) for shard in get_args(AttendShard)}
+    return {
+        "best": best_shard(lengths, geometry, **options),
+        "partition": partition,
+        "shards": {
+            shard: {"transfer_seconds": max(rank.transfer_seconds for rank in ranks), "ranks": list(map(asdict, ranks))}
+            for shard, ranks in shards.items()
+        },
+    }
+
+
 def _latents(geometry: DsaGeometry, seq: int, cp: int) -> Report:
     """What attention takes of a layer's latents: backward keeps a context-parallel rank's own, and gathers anew."""
     held = seq * geometry.kv_lora_rank * _LATENT_BYTES
@@ -145,6 +161,7 @@ def _text(report: Report) -> str:
             fill(title, WIDTH, break_long_words=False),
             *_weights_text(report),
             *_selection_text(report["selection"]),
+            _attention_text(report["attention"]),
             _latents_text(report["latents"]),
         ]
     )
@@ -196,6 +213,27 @@ def _selection_text(selection: Report) -> list[str]:
     ]
 
 
+def _attention_text(attention: Report) -> str:
+    flops, sizes = ("forward_flops", "backward_flops"), ("read", "forward_received", "backward_received", "saved")
+    rows = []
+    for shard, entry in attention["shards"].items():
+        most = {key: max(rank[key] for rank in entry["ranks"]) for key in entry["ranks"][0]}
+        rows.append(
+            (
+                f"by {shard}" + (" (best)" if shard == attention["best"] else ""),
+                *(_figure(most[key]) for key in flops),
+                *(_figure(most[f"{key}_bytes"]) for key in sizes),
+                f"{1e3 * entry['transfer_seconds']:.1f}",
+            )
+        )
+    titles = ("cut", "FLOPs forward", "backward", "bytes read a pass", "received forward", "backward", "saved", "ms")
+    return (
+        f"Attention of a layer, {attention['partition']}: the greatest of all ranks; ms for what both passes read and\n"
+        "receive at an H200's 4.8 TB/s of memory and 450 GB/s of NVLink, an estimate\n"
+        + table(titles, rows, text_columns=1)
+    )
+
+
 def _latents_text(latents: Report) -> str:
     sizes = (latents["received_bytes"], latents["held_bytes"], latents["saved_bytes"])
     titles = ("bytes received in each", "held in each", "saved in between")
@@ -208,13 +246,15 @@ def _figure(flops: int) -> str:
     return f"{flops:.3e}"
 
 
-def _draw(selection: Report, path: str) -> None:
-    """Work of each rank under each partition; with the flag off every rank has all of it, far above the others."""
+def _draw(selection: Report, attention: Report, path: str) -> None:
+    """Left the selection's work of each rank under each partition; with the flag off every rank has all of it, far
+    above the others. Right what both cuts of the attention take of the busiest rank.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(13.0, 5.0), layout="constrained")
+    axes, cuts = figure.subplots(1, 2, width_ratios=(2, 1))
     partitions = {name: entry for name, entry in selection["partitions"].items() if name != _OFF}
     width = 0.8 / len(partitions)
     for position, (name, entry) in enumerate(partitions.items()):
@@ -225,4 +265,19 @@ def _draw(selection: Report, path: str) -> None:
     axes.set(xlabel="tensor-parallel rank", ylabel="FLOPs of scored pairs, one layer's forward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
+    for shard, entry in attention["shards"].items():
+        ranks = entry["ranks"]
+        read = max(2e3 * rank["read_bytes"] / MEMORY_BYTES_PER_S for rank in ranks)
+        total = 1e3 * entry["transfer_seconds"]
+        cuts.bar(f"by {shard}", read, color="tab:blue", label="latents from memory" if shard == "heads" else None)
+        cuts.bar(
+            f"by {shard}",
+            max(0.0, total - read),
+            bottom=read,
+            color="tab:orange",
+            label="exchange" if shard == "heads" else None,
+        )
+    cuts.set(ylabel="ms, one layer's attention, both passes, at an H200's rates")
+    cuts.set_title(f"attention, {attention['partition']}")
+    cuts.legend()
     figure.savefig(path)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_dsa import __version__
 from mcore_dsa.agreement import SelectionContract, agree, differing_replica, newly_agreed, weights_digest
-from mcore_dsa.backends import Backend
+from mcore_dsa.backends import Backend, Choice
 from mcore_dsa.collectives import greatest
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
@@ -30,17 +30,17 @@ class Agreement:
         self,
         config: KPoolDSATransformerConfig,
         settings: Settings,
+        kernels: Choice,
         tp_group: torch.distributed.ProcessGroup,
         cp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        self._config, self._settings, self._tp_group = config, settings, tp_group
+        self._config, self._settings, self._kernels, self._tp_group = config, settings, kernels, tp_group
         self._groups = [tp_group] if cp_group is None else [tp_group, cp_group]
         self._agreed: Hashable = None
 
     def hold(
         self,
         query_SBHC: Tensor,
-        backend: Backend,
         indexer: KPoolDSAIndexer,
         softmax_scale: float | None,
         *,
@@ -54,7 +54,7 @@ class Agreement:
         the others waiting in a later collective.
 
         Args:
-            query_SBHC, backend, indexer, softmax_scale: what the module is to select and attend with.
+            query_SBHC, indexer, softmax_scale: what the module is to select and attend with.
             source: `identity` of the source that would be asked. It may be another in every call: all ranks having the
                 same one is found without agreeing on all the rest.
             lacks: whether this rank has no selection for this call yet.
@@ -63,6 +63,7 @@ class Agreement:
 
         Raises: ValueError on every rank, with what differs and what is wrong on any of them.
         """
+        backend = self._kernels.backend
         weights = (
             (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.requires_grad)
             for parameter in indexer.parameters()
@@ -73,7 +74,8 @@ class Agreement:
             [now != self._agreed, lacks, number, -number], self._groups, query_SBHC.device
         )
         if changed or most != -least:
-            faults, told = [*self._settings.faults, *_learning(indexer)], {}
+            faults, told = [*self._settings.faults, *_learning(indexer), *_not_finite(indexer)], {}
+            faults += [self._kernels.fault] if self._kernels.fault else []
             try:
                 faults += self._budget_faults(query_SBHC, backend, indexer)
                 bits = backend.fingerprint(query_SBHC.device, indexer.heads, indexer.head_dim)
@@ -83,7 +85,7 @@ class Agreement:
                 faults.append(str(error) or type(error).__name__)
             agree(told, faults, *self._groups)
             self._agreed = now
-            self._tell(backend)
+            self._tell()
         return bool(any_lacks)
 
     def refuse(self, error: Exception, device: torch.device) -> None:
@@ -119,6 +121,8 @@ class Agreement:
 
     def _budget_faults(self, query_SBHC: Tensor, backend: Backend, indexer: KPoolDSAIndexer) -> list[str]:
         config, (_, batch, heads, channels) = self._config, query_SBHC.shape
+        if self._settings.attend_shard.value == "rows":
+            heads *= self._tp_group.size()
         pool_size = cast(int, config.dsa_indexer_kpool)
         tail = pool_size - 1 if config.dsa_indexer_kpool_always_select_tail else 0
         least = {
@@ -139,7 +143,7 @@ class Agreement:
             if setting.value < least[setting.name]
         ]
 
-    def _tell(self, backend: Backend) -> None:
+    def _tell(self) -> None:
         """Log what runs, once for the run, and where another tensor-parallel group runs with other settings."""
         settings = self._settings.describe()
         number = newly_agreed(settings, self._tp_group)
@@ -166,9 +170,21 @@ class Agreement:
             done = f"each rank scores its {partition.value} shard of the rows"
         ranks = torch.distributed.get_process_group_ranks(self._tp_group)
         _log.info("k-pool DSA over tensor-parallel ranks %s: %s (%s)", ranks, done, partition.reason)
-        _log.info("k-pool DSA computes with %s (%s)", backend.name, kernels.reason)
+        shard = self._settings.attend_shard
+        attends = {"heads": "its heads of every row", "rows": "its rows with all heads"}[shard.value]
+        _log.info("k-pool DSA attends on each rank %s (%s)", attends, shard.reason)
+        reason = "; ".join(filter(None, (kernels.reason, self._kernels.reason)))
+        _log.info("k-pool DSA computes with %s (%s)", self._kernels.backend.name, reason)
+        others = [setting for setting in self._settings if setting not in (partition, shard, kernels)]
+        _log.info("k-pool DSA runs with %s", ", ".join(map(str, others)))
 
 
 def _learning(indexer: KPoolDSAIndexer) -> list[str]:
     names = [name for name, parameter in indexer.named_parameters() if parameter.requires_grad]
     return [f"requires_grad is True on the indexer's {', '.join(names)}; accepted is False, frozen"] if names else []
+
+
+def _not_finite(indexer: KPoolDSAIndexer) -> list[str]:
+    """Scores of such weights rank below all others, so that nothing else would tell of them."""
+    names = [name for name, parameter in indexer.named_parameters() if not parameter.isfinite().all()]
+    return [f"the indexer's {', '.join(names)} is not finite; accepted are finite weights"] if names else []

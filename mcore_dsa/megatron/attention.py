@@ -15,11 +15,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from mcore_dsa.backends import Kept, LatentShards, SelectionCounters, resolve
-from mcore_dsa.collectives import gather_rows, reduce_rows
+from mcore_dsa.attend import Kept, LatentShards, RowCut, attend
+from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, choose
+from mcore_dsa.collectives import SelectionGather, gather_rows, reduce_rows
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
+from mcore_dsa.megatron.backend import compute_device, device_bytes
 from mcore_dsa.megatron.batch import Batch, plan_of
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
@@ -69,11 +71,22 @@ class KPoolDSAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.tp_group = groups.tp
         self.cp_group = groups.cp if config.context_parallel_size > 1 else None
-        self.settings = read_settings()
+        device = compute_device()
+        self.settings = read_settings(device_bytes=device_bytes(device))
+        self.indexer = KPoolDSAIndexer(config, self.tp_group)
+        target = Target.of(
+            device,
+            config.params_dtype,
+            heads=self.indexer.heads,
+            dim=self.indexer.head_dim,
+            channels=config.kv_lora_rank,
+        )
+        kernels = choose(self.settings.kernels.value, target)
         if self.tp_group.size() == 1 and self.cp_group is None:
             self.settings.raise_faults()
-        self.backend = resolve(self.settings.kernels.value)
-        self.indexer = KPoolDSAIndexer(config, self.tp_group)
+            if kernels.fault:
+                raise ValueError(kernels.fault)
+        self.backend = kernels.backend
         self.counters = SelectionCounters()
         self.source: SelectionSource = Scored(
             backend=self.backend,
@@ -85,7 +98,7 @@ class KPoolDSAttention(MegatronModule):
         )
         self.recomputed = {"found": 0, "selected again": 0}
         self.indexer_seconds = 0.0
-        self._agreement = Agreement(config, self.settings, self.tp_group, self.cp_group)
+        self._agreement = Agreement(config, self.settings, kernels, self.tp_group, self.cp_group)
 
     @uncompiled
     def forward(
@@ -129,33 +142,51 @@ class KPoolDSAttention(MegatronModule):
         started = time.perf_counter()
         selection_BSK, kept = self._select(batch, plan)
         self.indexer_seconds += time.perf_counter() - started
-        context_SBHC = self.backend.attend(
+        return self._attend(batch, plan, selection_BSK, kept).flatten(2)
+
+    def _attend(self, batch: Batch, plan: SelectionPlan, selection_BSK: Tensor, kept: Kept | None) -> Tensor:
+        """`[s, b, heads / TP, kv_lora_rank]`, of a selection as `_select` gives it."""
+        attend_bytes = self.settings.attend_bytes.value
+        cut = RowCut.of(plan, batch.query_SBHC, self.tp_group, attend_bytes) if kept is None else None
+        call = AttentionCall(
+            plan.layout,
+            plan.bounds if cut is None else plan.attended_own,
+            softmax_scale=cast(float, self.softmax_scale),
+            always_select_tail=cast(bool, self.config.dsa_indexer_kpool_always_select_tail),
+            attend_bytes=attend_bytes,
+        )
+        return attend(
             batch.query_SBHC,
             batch.latent_SBC,
             selection_BSK,
-            plan.layout,
-            plan.bounds,
-            softmax_scale=cast(float, self.softmax_scale),
-            always_select_tail=cast(bool, self.config.dsa_indexer_kpool_always_select_tail),
-            attend_bytes=self.settings.attend_bytes.value,
+            call,
+            backend=self.backend,
             kept=kept,
+            cut=cut,
             shards=self._latent_shards(plan),
         )
-        return context_SBHC.flatten(2)
 
     @torch.no_grad()
-    def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept]:
-        """int32 `[b, s, budget]`, the selection of every row, and what backward keeps of it."""
-        budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
+    def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept | None]:
+        """int32 `[b, s, budget]`, of every row and what backward keeps, or whole, of rows that this rank attends."""
+        if self.settings.attend_shard.value == "rows" and self.tp_group.size() > 1:
+            return self._own_selection(batch, plan, None), None
+        gather = self._gather(plan)
+        own_BOK = self._own_selection(batch, plan, gather)
+        return gather.finish(own_BOK), Kept(own_BOK, lambda own_BOK: self._gather(plan).finish(own_BOK))
+
+    def _own_selection(self, batch: Batch, plan: SelectionPlan, gather: SelectionGather | None) -> Tensor:
+        """int32 `[b, o, budget]`, of the rows that this rank selects for; without a gather of those it attends."""
+        budget = self.config.dsa_indexer_pool_budget
+        rows = plan.own.rows if gather is not None else plan.attended_own.rows
         carrier = recompute.current()
         here = None if carrier is None else carrier.place(self)
         source = self.source if here is None else here.source(self.source)
         place = here if self._stores(plan) else None
-        kept_BOK = None if place is None else place.take((plan.layout.batch, plan.own.rows, budget))
+        kept_BOK = None if place is None else place.take((plan.layout.batch, rows, budget))
         # Of all ranks, for in what follows they meet: one that has nothing kept needs the keys of the others.
         select = self._agreement.hold(
             batch.query_SBHC,
-            self.backend,
             self.indexer,
             self.softmax_scale,
             source=source.identity,
@@ -164,7 +195,6 @@ class KPoolDSAttention(MegatronModule):
         )
         if place is not None and place.carrier.again:
             self.recomputed["selected again" if select else "found"] += 1
-        gather = gather_of(plan, self.tp_group, budget=budget, overlap=overlap)
         if select:
             kept_BOK = source.own_rows(
                 SelectionRequest(
@@ -175,14 +205,17 @@ class KPoolDSAttention(MegatronModule):
                     gather,
                 )
             )
+            if rows < kept_BOK.shape[1]:
+                (part,) = plan.attended.slices(plan.rank)
+                kept_BOK = kept_BOK[:, part.start : part.stop].clone()
             if place is not None and not place.carrier.again:
                 place.keep(kept_BOK)
         assert kept_BOK is not None
+        return kept_BOK
 
-        def restore(own_BOK: Tensor) -> Tensor:
-            return gather_of(plan, self.tp_group, budget=budget, overlap=overlap).finish(own_BOK)
-
-        return gather.finish(kept_BOK), Kept(kept_BOK, restore)
+    def _gather(self, plan: SelectionPlan) -> SelectionGather:
+        budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
+        return gather_of(plan, self.tp_group, budget=budget, overlap=overlap)
 
     def _stores(self, plan: SelectionPlan) -> bool:
         """Whether selections are kept for recomputes: not where they could take too much."""

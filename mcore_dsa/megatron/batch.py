@@ -13,10 +13,12 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mcore_dsa.checks import check_integer
 from mcore_dsa.plan import SelectionPlan
 
 # The attribute of a PackedSeqParams under which its plan lives: as long as it, and found again by every recompute.
 _PLAN = "mcore_dsa_plan"
+_DOCUMENTS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 class Batch(NamedTuple):
@@ -79,12 +81,15 @@ def plan_of(query_SBHC: Tensor, packed: PackedSeqParams | None, **sizes: Any) ->
         packed: the documents; None for one of `s * cp_size` tokens in each sample.
         sizes: as `SelectionPlan.packed` takes them.
 
-    Raises: ValueError for documents that do not fit the rows, and what `SelectionPlan` refuses.
+    Raises: TypeError, ValueError for documents that are none or do not fit the rows, and what `SelectionPlan` refuses.
     """
     rows, batch = query_SBHC.shape[:2]
     if packed is None:
         return _dense_plan(rows, batch=batch, device=query_SBHC.device, **sizes)
     documents = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
+    for name, lengths in zip(_DOCUMENTS, documents, strict=True):
+        if lengths is not None:
+            check_integer(f"packed_seq_params.{name}", lengths, ndim=1)
     key = tuple(sizes.items()), rows, tuple(map(_version, documents))
     kept = vars(packed).get(_PLAN)
     # With the tensors themselves: others may come to stand at their addresses.
@@ -108,13 +113,15 @@ def _packed_plan(packed: PackedSeqParams, rows: int, **sizes: Any) -> SelectionP
     lengths = _documents(packed, "cu_seqlens")
     if lengths is None:
         raise ValueError("packed_seq_params.cu_seqlens_q is None; accepted are cumulative lengths of the documents")
-    plan = SelectionPlan.packed(lengths, _documents(packed, "cu_seqlens", "_padded"), **sizes)
-    if (last := plan.layout.num_tokens) != (tokens := rows * sizes["cp_size"]):
+    padded = _documents(packed, "cu_seqlens", "_padded")
+    places, tokens = lengths if padded is None else padded, rows * sizes["cp_size"]
+    # Before a plan is made of so many.
+    if len(places) and (last := int(places[-1])) != tokens:
         raise ValueError(
             f"the last padded cumulative length is {last}; accepted is the number of tokens, {tokens}: padding behind "
             "the last document belongs to its padded length"
         )
-    return plan
+    return SelectionPlan.packed(lengths, padded, **sizes)
 
 
 def _documents(packed: PackedSeqParams, name: str, suffix: str = "") -> Tensor | None:
@@ -125,7 +132,7 @@ def _documents(packed: PackedSeqParams, name: str, suffix: str = "") -> Tensor |
     if of_query is None or of_key is None or not torch.equal(of_query, of_key):
         raise ValueError(f"packed_seq_params.{name}_q{suffix} and {name}_kv{suffix} differ; accepted are equal ones")
     lengths: Tensor = of_query.detach()
-    sentinels = int((lengths == -1).flip(0).cumprod(0).sum()) if lengths.ndim == 1 else 0
+    sentinels = int((lengths == -1).flip(0).cumprod(0).sum())
     return lengths[: len(lengths) - sentinels]
 
 

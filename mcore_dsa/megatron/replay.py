@@ -48,6 +48,7 @@ class ModelSelections:
         self._groups: dict[str, Any] = {"tp_group": groups.tp, "cp_group": groups.cp, "pp_group": groups.pp}
         self._device = next(chain.from_iterable(chunk.parameters() for chunk in chunks)).device
         self._layers = len(numbers)
+        self._seated = [part.source for part in modules]
         self._seats = [(numbers.index(part.layer_number), part, _Own(part.source)) for part in modules]
         self._replay: Replay | None = None
         self._recorder: Recorder | None = None
@@ -89,6 +90,11 @@ class ModelSelections:
             self._seat()
 
     def _seat(self) -> None:
+        if any(part.source is not seated for (_, part, _), seated in zip(self._seats, self._seated, strict=True)):
+            raise RuntimeError(
+                "the source of a layer is another's by now; accepted is one ModelSelections for a model, which nobody "
+                "else gives sources while it is used"
+            )
         for layer, module, own in self._seats:
             source: SelectionSource = own
             if self._replay is not None:
@@ -96,6 +102,7 @@ class ModelSelections:
                 # A forward that begins without gradients is never recomputed.
                 source = _Counted(replayed, own) if torch.is_grad_enabled() else replayed
             module.source = source if self._recorder is None else self._recorder.around(source, layer)
+        self._seated = [part.source for _, part, _ in self._seats]
 
 
 @dataclass(eq=False)

@@ -1,8 +1,6 @@
-"""Checkpoints of a run: Megatron's distributed checkpoints, published one by one.
+"""Checkpoints of a run: Megatron's distributed checkpoints, sealed with digests and published one by one.
 
-`<run_dir>/checkpoints/step_N` holds weights, optimizer, schedule and random states, and `job.json` the run it
-belongs to. `<run_dir>/checkpoints/latest` names the newest complete one. It is replaced in one step after everything
-else is written, so that a checkpoint cut short is never taken for a complete one.
+They hold weights, optimizer, schedule and random states; `stored.py` says how they lie on disk.
 
 Weights and optimizer state are stored by their place in the whole model: a run can continue under another tensor-,
 pipeline-, context- or data-parallel size. It is then no longer the same to the last bit, and random states start anew.
@@ -10,10 +8,11 @@ pipeline-, context- or data-parallel size. It is then no longer the same to the 
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
+import math
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +21,19 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_dsa.train.config import JobConfig
-from mcore_dsa.train.files import replace_text
+from mcore_dsa.train.digesting import DigestingSave
+from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import Trainer
+from mcore_dsa.train.stored import Checkpoint, folder_of, prune, publish, seal
+from mcore_dsa.train.together import of_every_rank, told_to_every_rank
 
 _logger = logging.getLogger(__name__)
 
-_FOLDER = "checkpoints"
-_LATEST = "latest"
-_JOB = "job.json"
 # The one format of the distributed optimizer that does not depend on how the model is spread.
 _SHARDING = "fully_reshardable"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A complete checkpoint on disk.
-
-    Attributes:
-        folder: where it is.
-        step: steps done.
-        run: what a run has to share with the one that wrote it, by field; see `run_fields`.
-        layout: ranks, and how the model was spread over them.
-    """
-
-    folder: Path
-    step: int
-    run: dict[str, Any]
-    layout: dict[str, Any]
 
 
 def run_fields(config: JobConfig, corpus_digest: str) -> dict[str, Any]:
@@ -63,22 +46,10 @@ def run_fields(config: JobConfig, corpus_digest: str) -> dict[str, Any]:
     return fields | ({"document_multiple": config.document_multiple} if config.pack else {})
 
 
-def latest_checkpoint(run_dir: Path) -> Checkpoint:
-    """The newest complete checkpoint of a run.
-
-    Raises: ValueError where there is none.
-    """
-    folder = run_dir / _FOLDER
-    pointer = folder / _LATEST
-    if not pointer.is_file():
-        raise ValueError(f"resume is true; accepted is false: {folder} holds no complete checkpoint")
-    folder /= pointer.read_text(encoding="utf-8").strip()
-    job = json.loads((folder / _JOB).read_text(encoding="utf-8"))
-    return Checkpoint(folder=folder, step=job["step"], run=job["run"], layout=job["layout"])
-
-
-def resume_faults(checkpoint: Checkpoint, config: JobConfig, corpus_digest: str) -> list[str]:
-    """One line for each reason why this run cannot continue from `checkpoint`."""
+def resume_faults(
+    checkpoint: Checkpoint, config: JobConfig, corpus_digest: str, *, finished: bool = False
+) -> list[str]:
+    """One line for each reason why this run cannot continue from `checkpoint`; `finished` if it need not."""
     run = run_fields(config, corpus_digest)
     faults = [
         f"{name} is {run.get(name)!r}; accepted to resume {checkpoint.folder} is {checkpoint.run.get(name)!r}"
@@ -91,7 +62,7 @@ def resume_faults(checkpoint: Checkpoint, config: JobConfig, corpus_digest: str)
             f"parallel.expert is {config.parallel.expert}; accepted to resume {checkpoint.folder} is {expert}: "
             "Megatron stores the optimizer's state of experts by their ranks"
         )
-    if config.training.steps <= checkpoint.step:
+    if config.training.steps <= checkpoint.step and not finished:
         faults.append(
             f"training.steps is {config.training.steps}; accepted to resume {checkpoint.folder} is an integer > "
             f"{checkpoint.step}, the steps it has done"
@@ -99,40 +70,62 @@ def resume_faults(checkpoint: Checkpoint, config: JobConfig, corpus_digest: str)
     return faults
 
 
-def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str) -> None:
-    """Write a checkpoint of the run as it stands and publish it; every rank has to call this."""
-    folder = run_dir / _FOLDER / f"step_{trainer.step:08d}"
-    if dist.get_rank() == 0:
-        if folder.exists():
-            # Cut short by a crash: a published one is never behind the step that its run has reached.
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    dist.barrier()
+def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spare: Path | None = None) -> None:
+    """Write a checkpoint of the run as it stands and publish it; every rank has to call this.
+
+    Nothing is written of weights that are not finite, or whose next loss or gradient is not. Older checkpoints than
+    `checkpoint.keep` are removed, but for `spare`.
+
+    Raises: RuntimeError for such weights, ValueError for files that cannot be written, on every rank; the latest
+        checkpoint stays what it was.
+    """
+    _refuse_wrecked(trainer)
+    folder = folder_of(run_dir, trainer.step)
+    with told_to_every_rank(f"the checkpoint in {folder} cannot be written"):
+        if dist.get_rank() == 0:
+            if folder.exists():
+                # Cut short: a published one is never behind the step that its run has reached.
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
     state = _sharded_state(trainer, loading=False) | {"rng": _random_states_sharded()}
-    dist_checkpointing.save(state, str(folder))
-    if dist.get_rank() == 0:
-        job = {
-            "step": trainer.step,
-            "run": run_fields(trainer.config, corpus_digest),
-            "layout": _layout(trainer.config),
-        }
-        (folder / _JOB).write_text(json.dumps(job, indent=1), encoding="utf-8")
-        replace_text(folder.parent / _LATEST, folder.name)
-    dist.barrier()
+    writer = DigestingSave()
+    try:
+        dist_checkpointing.save(state, str(folder), writer)
+    # Raised on every rank for what any could not write, in words on rank 0 alone; no subclass of Exception.
+    except CheckpointException as error:
+        causes = [str(cause[0]) for cause in error.failures.values()]
+        told, free = of_every_rank((causes, shutil.disk_usage(run_dir).free))[0]
+        if dist.get_rank() == 0:
+            # It may be what fills the disk.
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(
+            f"the checkpoint in {folder} cannot be written, {free:,} bytes are free there: {'; '.join(told)}"
+        ) from error
+    digests = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in of_every_rank(writer.digests)))
+    job = {"step": trainer.step, "run": run_fields(trainer.config, corpus_digest), "layout": _layout(trainer.config)}
+    with told_to_every_rank(f"the checkpoint in {folder} cannot be published"):
+        if dist.get_rank() == 0:
+            seal(folder, job, digests)
+            publish(folder)
+            prune(run_dir, trainer.config.checkpoint.keep, spare)
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Put a fresh trainer where the checkpoint's was; every rank has to call this."""
+    """Put a fresh trainer where the checkpoint's was; every rank has to call this.
+
+    Raises: RuntimeError on every rank for weights that are not finite.
+    """
     state = _sharded_state(trainer, loading=True)
     same_layout = checkpoint.layout == _layout(trainer.config)
     if same_layout:
         state["rng"] = _random_states_sharded()
     loaded = dist_checkpointing.load(state, str(checkpoint.folder))
-    for name, chunk in _named_chunks(trainer):
+    for name, chunk in trainer.named_chunks():
         chunk.load_state_dict(loaded[name])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     trainer.step = checkpoint.step
+    refuse_not_finite(trainer, f"weights in {checkpoint.folder}")
     if same_layout:
         _set_random_states(loaded["rng"])
     else:
@@ -144,14 +137,20 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
 
 
+def _refuse_wrecked(trainer: Trainer) -> None:
+    """Weights may be finite and past use: after a step at a learning rate of 1e9 the next gradient is not."""
+    refuse_not_finite(trainer, f"weights after step {trainer.step}")
+    states = _random_states()
+    loss = trainer.next_loss()
+    _set_random_states(states)
+    if not math.isfinite(loss):
+        raise RuntimeError(
+            f"the loss after step {trainer.step} is {loss}; accepted to write a checkpoint is a finite one"
+        )
+
+
 def _layout(config: JobConfig) -> dict[str, Any]:
     return {"ranks": dist.get_world_size(), **asdict(config.parallel)}
-
-
-def _named_chunks(trainer: Trainer) -> list[tuple[str, Any]]:
-    if len(trainer.chunks) == 1:
-        return [("model", trainer.chunks[0].module)]
-    return [(f"model{index}", chunk.module) for index, chunk in enumerate(trainer.chunks)]
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
@@ -159,16 +158,20 @@ def _sharded_state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
         "distrib_optim_sharding_type": _SHARDING,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(trainer)}
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in trainer.named_chunks()}
     optimizer = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return {**state, "optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
 
 
-def _random_states_sharded() -> ShardedObject:
+def _random_states() -> dict[str, Any]:
     states = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),))
+    return states
+
+
+def _random_states_sharded() -> ShardedObject:
+    return ShardedObject("rng", _random_states(), (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def _set_random_states(states: dict[str, Any]) -> None:

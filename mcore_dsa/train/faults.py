@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 from mcore_dsa.train.config import JobConfig
@@ -52,7 +53,13 @@ _BOUNDS = {"training.steps": 10**8, "max_data_bytes": 2**63}
 
 def _path_faults(config: JobConfig) -> list[str]:
     """Paths that mean the folder that the run was started in, or none."""
-    paths = [("run_dir", config.run_dir), ("load_hf", config.load_hf), *(("data", path) for path in config.data)]
+    paths = [
+        ("run_dir", config.run_dir),
+        ("load_hf", config.load_hf),
+        ("tokenizer", config.tokenizer),
+        ("evaluation.data", config.evaluation.data),
+        *(("data", path) for path in config.data),
+    ]
     return [
         f"{name} has {path!r}; accepted are names of files and folders"
         for name, path in paths
@@ -223,8 +230,25 @@ def _job_faults(config: JobConfig) -> list[str]:
     faults = []
     if config.compare_unsharded and config.parallel.tensor == 1:
         faults.append("compare_unsharded is true; accepted with parallel.tensor 1 is false: nothing is sharded")
-    if config.load_hf is not None and config.resume:
+    if config.load_hf is not None and (config.resume is True or config.resume_from is not None):
         faults.append(
             f"load_hf is {config.load_hf!r}; accepted with resume true is null: the run's checkpoint has it all"
+        )
+    if config.resume == "auto" and config.resume_from is not None:
+        faults.append(f"resume_from is {config.resume_from}; accepted with resume auto is null")
+    return faults + _watching_faults(config)
+
+
+def _watching_faults(config: JobConfig) -> list[str]:
+    evaluation, logging = config.evaluation, config.logging
+    faults = []
+    if (evaluation.data is not None) != bool(evaluation.every):
+        accepted = "0" if evaluation.every else "an integer >= 1"
+        faults.append(
+            f"evaluation.every is {evaluation.every}; accepted with evaluation.data {evaluation.data!r} is {accepted}"
+        )
+    if logging.wandb is not None and find_spec("wandb") is None:
+        faults.append(
+            f"logging.wandb is {logging.wandb!r}; accepted without wandb is null: pip install 'mcore-dsa[wandb]'"
         )
     return faults

@@ -9,8 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,22 +23,21 @@ from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
 from mcore_dsa.train.attendance import Attendance
-from mcore_dsa.train.checkpointing import (
-    Checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    resume_faults,
-    save_checkpoint,
-)
+from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults, save_checkpoint
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
 from mcore_dsa.train.ending import Status, Stopped
 from mcore_dsa.train.faults import faults_of
+from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
-from mcore_dsa.train.report import METRICS, RunLog, Summary
+from mcore_dsa.train.probes import Probes
+from mcore_dsa.train.report import RunLog, Summary
+from mcore_dsa.train.run_dir import METRICS, RunDir, owned, refuse_something_else
 from mcore_dsa.train.samples import Packs, Windows, samples_of
+from mcore_dsa.train.stored import Checkpoint, find_start, rewind
+from mcore_dsa.train.together import told_to_every_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -52,14 +50,15 @@ class Job:
         config: the run.
         corpus: its text.
         samples: what it reads of it.
-        start: the checkpoint to continue from, None for a fresh run.
-        pretrained: the Hugging Face checkpoint to start from, None for random weights or where `start` has them.
+        evaluation: what it is evaluated on, and the digest of that, both None for nothing.
+        pretrained: the Hugging Face checkpoint whose weights a fresh run starts from, None for random ones.
     """
 
     config: JobConfig
     corpus: Corpus
     samples: Windows | Packs
-    start: Checkpoint | None
+    evaluation: Windows | Packs | None
+    evaluation_digest: str | None
     pretrained: CheckpointBinding | None
 
     @property
@@ -80,36 +79,61 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         raise ValueError("\n".join(faults))
     transformer_config(config)
     pretrained = None if config.load_hf is None else find_pretrained(config)
-    corpus = read_corpus(config.data, max_bytes=config.max_data_bytes)
-    samples = samples_of(config, corpus)
-    run_dir = Path(config.run_dir)
-    start = None
-    if config.resume:
-        start = latest_checkpoint(run_dir)
-        faults = resume_faults(start, config, corpus.digest)
-        if faults:
-            raise ValueError("\n".join(faults))
-    elif run_dir.exists() and not (run_dir.is_dir() and (_is_run(run_dir) or not any(run_dir.iterdir()))):
+    corpus, samples = _read("data", config, config.data)
+    evaluated, evaluation = None, None
+    if config.evaluation.data is not None:
+        evaluated, evaluation = _read("evaluation.data", config, [config.evaluation.data])
+        needed = config.evaluation.batches * config.training.global_batch_size
+        if needed > len(evaluation):
+            raise ValueError(
+                f"evaluation.batches is {config.evaluation.batches}, {needed} samples; accepted are at most the "
+                f"{len(evaluation)} samples of evaluation.data"
+            )
+    refuse_something_else(Path(config.run_dir))
+    return Job(
+        config=config,
+        corpus=corpus,
+        samples=samples,
+        evaluation=evaluation,
+        evaluation_digest=None if evaluated is None else evaluated.digest,
+        pretrained=pretrained,
+    )
+
+
+def _read(field: str, config: JobConfig, paths: list[str]) -> tuple[Corpus, Windows | Packs]:
+    """What a run reads of some paths.
+
+    Raises: ValueError, of a token that the model has no embedding for as well.
+    """
+    try:
+        corpus = read_corpus(paths, max_bytes=config.max_data_bytes, tokenizer=config.tokenizer)
+        samples = samples_of(config, corpus)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}" if field != "data" else str(error)) from error
+    greatest = int(corpus.tokens.max())
+    if greatest >= config.model.vocab_size:
         raise ValueError(
-            f"run_dir is {config.run_dir!r}, which holds something else; accepted is a new or empty folder, or a run's"
+            f"model.vocab_size is {config.model.vocab_size}; accepted is an integer > {greatest}, the greatest token "
+            f"of {field}"
         )
-    return Job(config=config, corpus=corpus, samples=samples, start=start, pretrained=pretrained)
+    return corpus, samples
 
 
-def train(
-    job: Job, *, stop: Callable[[], bool] = lambda: False, at: Callable[[str], None] = lambda doing: None
-) -> Summary:
+def train(job: Job, attendance: Attendance | None = None) -> Summary:
     """Run a job; every rank of the default process group has to call this, and gets the same losses.
 
-    A fresh run in the folder of an earlier one sets that one aside under a numbered name.
+    A fresh run in the folder of an earlier one sets that one aside under a numbered name, after its own first step:
+    whatever is refused leaves the earlier run in its place.
 
     Args:
-        stop: whether this rank has been asked to stop; the step in which it says so is the last one on every rank.
-        at: told what begins.
+        attendance: what says whether this rank has been asked to stop: the step in which one has is the last on every
+            rank; and is told what begins.
 
-    Raises: ValueError where the ranks do not agree on the run, RuntimeError where a gradient is not finite, `Stopped`
-    when a checkpoint of the last step stands.
+    Raises: ValueError where the ranks do not agree on the run, another job owns its folder, or the checkpoint to resume
+        is not whole or of another run; RuntimeError where a gradient, or a weight to be stored, is not finite;
+        `Stopped` when a checkpoint of the last step stands.
     """
+    attendance = attendance or Attendance()
     parallel = job.config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -121,18 +145,19 @@ def train(
     )
     try:
         _check_agreement(job)
-        if dist.get_rank() == 0:
-            _open_run_dir(job)
-        dist.barrier()
-        result = _run_steps(job, title="train", record=True, stop=stop, at=at)
-        identical = None
-        if job.config.compare_unsharded:
-            # The first model, in reference cycles, would stay beside the second.
-            gc.collect()
-            with _partition_off():
-                # A loss that is not a number has ended the run, so equal floats have equal bits.
-                again = _run_steps(job, title="unsharded", record=False, stop=stop, at=at)
-                identical = again.losses == result.losses
+        with owned(job.run_dir) as run_dir:
+            start = _start_of(job)
+            if start is not None and start.step >= job.config.training.steps:
+                return _nothing_left(job)
+            result = _run_steps(job, start, attendance, title="train", run_dir=run_dir)
+            identical = None
+            if job.config.compare_unsharded:
+                # The first model, in reference cycles, would stay beside the second.
+                gc.collect()
+                with _partition_off():
+                    # A loss that is not a number has ended the run, so equal floats have equal bits.
+                    again = _run_steps(job, start, attendance, title="unsharded")
+                    identical = again.losses == result.losses
     finally:
         parallel_state.destroy_model_parallel()
     training = job.config.training
@@ -171,7 +196,7 @@ def run(config: JobConfig, attendance: Attendance) -> Status:
     with _process_group(config):
         first = dist.get_rank() == 0
         try:
-            ended: Summary | Stopped = train(job, stop=attendance.stop, at=attendance.at)
+            ended: Summary | Stopped = train(job, attendance)
         except Stopped as stopped:
             ended = stopped
         attendance.close()
@@ -194,28 +219,58 @@ class _Result:
     flag: str
 
 
-def _run_steps(job: Job, *, title: str, record: bool, stop: Callable[[], bool], at: Callable[[str], None]) -> _Result:
-    """The steps that are left, with the settings of the moment; `record` writes files and checkpoints."""
-    at(f"the start of {title}")
+def _start_of(job: Job) -> Checkpoint | None:
+    """The checkpoint that the run continues from, None for a fresh one; every rank has to call this."""
+    config = job.config
+    start = find_start(job.run_dir, config.resume, config.resume_from)
+    if start is not None:
+        done = config.resume == "auto" and start.step >= config.training.steps
+        faults = resume_faults(start, config, job.corpus.digest, finished=done)
+        if faults:
+            raise ValueError("\n".join(faults))
+    return start
+
+
+def _run_steps(
+    job: Job, start: Checkpoint | None, attendance: Attendance, *, title: str, run_dir: RunDir | None = None
+) -> _Result:
+    """The steps that are left, with the settings of the moment; what they write goes to `run_dir`, None for nowhere."""
+    attendance.at(f"the start of {title}")
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trainer = Trainer(config, job.samples, device, pretrained=job.pretrained, stop=stop)
-    if job.start is not None:
-        load_checkpoint(trainer, job.start)
+    pretrained = job.pretrained if start is None else None
+    trainer = Trainer(config, job.samples, device, pretrained=pretrained, stop=attendance.stop)
+    if start is not None:
+        load_checkpoint(trainer, start)
+    elif job.pretrained is not None:
+        refuse_not_finite(trainer, f"weights of {config.load_hf}")
+    done, save_every = trainer.step, config.checkpoint.save_every
+    # A run that is there to be compared looks at nothing by itself.
+    probe = Probes(config, trainer, job.samples, job.evaluation) if run_dir is not None else None
+    train_step = trainer.train_step if probe is None else probe.train_step
     reports: list[StepReport] = []
-    save_every = config.checkpoint.save_every
-    with RunLog(config, done=trainer.step, title=title, write=record) if first else nullcontext() as log:
+    with contextlib.ExitStack() as stack:
+        log = None
         while trainer.step < config.training.steps:
-            at(f"step {trainer.step + 1}")
-            reports.append(trainer.train_step())
+            attendance.at(f"step {trainer.step + 1}")
+            report = train_step()
+            if trainer.step == done + 1:
+                # No sooner: what only a forward can find leaves an earlier run in its place.
+                if run_dir is not None:
+                    _open_run_dir(job, start, run_dir)
+                if first:
+                    log = stack.enter_context(RunLog(config, done=done, title=title, write=run_dir is not None))
+            reports.append(report if probe is None else probe(report))
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps
-            stopped = reports[-1].stop and not last
-            if record and (last or stopped or (save_every and trainer.step % save_every == 0)):
-                at(f"the checkpoint of step {trainer.step}")
-                save_checkpoint(trainer, job.run_dir, job.corpus.digest)
+            stopped = report.stop and not last
+            if run_dir is not None and (last or stopped or (save_every and trainer.step % save_every == 0)):
+                attendance.at(f"the checkpoint of step {trainer.step}")
+                run_dir.check()
+                spare = start.folder if start is not None and config.compare_unsharded else None
+                save_checkpoint(trainer, run_dir.path, job.corpus.digest, spare=spare)
             if stopped:
                 raise Stopped(trainer.step)
     return _Result(
@@ -230,7 +285,7 @@ def _check_agreement(job: Job) -> None:
     own = {
         "configuration": asdict(job.config),
         "digest of data": job.corpus.digest,
-        "checkpoint to resume from": None if job.start is None else str(job.start.folder),
+        "digest of evaluation.data": job.evaluation_digest,
     }
     of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
@@ -244,31 +299,44 @@ def _check_agreement(job: Job) -> None:
         raise ValueError("\n".join(faults))
 
 
-def _is_run(run_dir: Path) -> bool:
-    return (run_dir / METRICS).is_file()
+def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
+    """Give the run its folder: an earlier one is set aside, one that continues goes back to where it does."""
+    if start is None:
+        run_dir.begin_anew()
+    with told_to_every_rank(f"run_dir is {job.config.run_dir!r}; accepted is a folder that can be written to"):
+        if dist.get_rank() == 0:
+            if start is not None:
+                rewind(start)
+            (run_dir.path / METRICS).touch()
+            # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
+            fields = json.loads(json.dumps(asdict(job.config)))
+            (run_dir.path / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+            _logger.info(
+                "%d tokens of text from %d documents, %d samples an epoch",
+                len(job.corpus.tokens),
+                job.corpus.files,
+                len(job.samples),
+            )
+            if left_out := job.corpus.left_out:
+                some = ", ".join(left_out[:8])
+                _logger.warning("%d entries of data were left out, among them %s", len(left_out), some)
 
 
-def _open_run_dir(job: Job) -> None:
-    run_dir = job.run_dir
-    if job.start is None and _is_run(run_dir):
-        number = 1
-        while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-            number += 1
-        run_dir.rename(aside)
-        _logger.info("an earlier run is now in %s", aside)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / METRICS).touch()
-    # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
-    fields = json.loads(json.dumps(asdict(job.config)))
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
-    _logger.info(
-        "%d bytes of text from %d files, %d samples an epoch",
-        len(job.corpus.tokens),
-        job.corpus.files,
-        len(job.samples),
+def _nothing_left(job: Job) -> Summary:
+    """Of a run that an automatic restart finds finished."""
+    config, partition = job.config, read_settings().partition.value
+    return Summary(
+        steps=config.training.steps,
+        first_step=None,
+        first_loss=None,
+        last_loss=None,
+        tokens_per_s=None,
+        indexer_share=None,
+        flag=partition,
+        group_size=config.parallel.tensor if partition != "off" else 1,
+        unsharded_losses_bit_identical=None,
+        run_dir=config.run_dir,
     )
-    if left_out := job.corpus.left_out:
-        _logger.warning("%d entries of data were left out, among them %s", len(left_out), ", ".join(left_out[:8]))
 
 
 @contextlib.contextmanager

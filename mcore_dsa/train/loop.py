@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.train.config import JobConfig, TrainingConfig
+from mcore_dsa.train.counts import RankCounts, model_flops
 from mcore_dsa.train.model import attentions, build_chunks
 from mcore_dsa.train.pretrained import load_pretrained
 from mcore_dsa.train.samples import MicroBatch, Packs, Place, Windows, micro_batches
@@ -38,6 +39,11 @@ class StepReport:
         seconds: wall time of the step.
         indexer_seconds: of them, in projections and selection of the indexers on this rank; on CUDA the time it took
             to launch them.
+        counts: what each rank did, in the order of ranks.
+        flops: model FLOPs of the step, all ranks together.
+        evaluation_loss: mean over the evaluation set after the step, where it was taken.
+        selection_agreement: where selections were recorded after the step, the share of the pools recorded before that
+            the same rows select still: how much of that record a replay would have kept.
     """
 
     step: int
@@ -47,6 +53,10 @@ class StepReport:
     stop: bool
     seconds: float
     indexer_seconds: float
+    counts: tuple[RankCounts, ...]
+    flops: int
+    evaluation_loss: float | None = None
+    selection_agreement: float | None = None
 
 
 class Trainer:
@@ -98,16 +108,19 @@ class Trainer:
 
         Raises: RuntimeError where a gradient is not finite.
         """
-        started, indexer_before = time.perf_counter(), self._indexer_seconds()
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self._forward_backward()
+        started, before = time.perf_counter(), RankCounts.so_far(self._attentions)
+        training = self.config.training
+        batch = range(self.step * training.global_batch_size, (self.step + 1) * training.global_batch_size)
+        self._clear_gradients()
+        count = self.config.micro_batches(dist.get_world_size())
+        sums = self._run_schedule(self._samples, batch.start, count, forward_only=False)
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
         loss, stopped = _over_all_ranks(sums, self._device, stop=self._stop())
         self.step += 1
+        own = RankCounts.so_far(self._attentions).since(before)
+        counts = own.of_all_ranks(self._device)
         return StepReport(
             step=self.step,
             loss=loss,
@@ -115,32 +128,74 @@ class Trainer:
             gradient_norm=float(gradient_norm),
             stop=stopped,
             seconds=time.perf_counter() - started,
-            indexer_seconds=self._indexer_seconds() - indexer_before,
+            indexer_seconds=1e-6 * own.indexer_us,
+            counts=counts,
+            flops=model_flops(self.config, [length for sample in batch for length in self._samples.lengths(sample)]),
         )
 
-    def _forward_backward(self) -> list[Tensor]:
+    @torch.no_grad()
+    def evaluate(self, samples: Windows | Packs, count: int) -> float:
+        """The mean loss over the counted tokens of the first `count` micro batches of `samples` on each rank.
+
+        Nothing that the training depends on moves: without dropout no random number is drawn.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        sums = self._run_schedule(samples, 0, count, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return _over_all_ranks(sums, self._device)[0]
+
+    def next_loss(self) -> float:
+        """The loss of the samples that come next, forward and backward, without an update.
+
+        Of a micro batch for each pipeline stage; random states move on, and gradients are left for the next step to
+        clear.
+
+        Raises: RuntimeError where a gradient is not finite.
+        """
+        self._clear_gradients()
+        # The interleaved schedule wants as many as there are stages.
+        count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
+        first = self.step * self.config.training.global_batch_size
+        sums = self._run_schedule(self._samples, first, count, forward_only=False)
+        return _over_all_ranks(sums, self._device)[0]
+
+    def named_chunks(self) -> list[tuple[str, Any]]:
+        """This rank's model chunks without their wrappers, by the names they have in a checkpoint."""
+        if len(self.chunks) == 1:
+            return [("model", self.chunks[0].module)]
+        return [(f"model{index}", chunk.module) for index, chunk in enumerate(self.chunks)]
+
+    def _clear_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _run_schedule(
+        self, samples: Windows | Packs, first_sample: int, count: int, *, forward_only: bool
+    ) -> list[Tensor]:
         """What `_loss` reports of each micro batch, on the last pipeline stage; nothing on the others."""
         training = self.config.training
-        iterators = [self._micro_batches() for _ in self.chunks]
+        iterators = [self._micro_batches(samples, first_sample, count) for _ in self.chunks]
         run = get_forward_backward_func()
         sums: list[Tensor] = run(
             forward_step_func=_forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks,
-            num_microbatches=self.config.micro_batches(dist.get_world_size()),
+            num_microbatches=count,
             seq_length=training.sequence_length,
             micro_batch_size=training.micro_batch_size,
-            forward_only=False,
+            forward_only=forward_only,
         )
         return sums
 
-    def _micro_batches(self) -> Iterator[MicroBatch]:
-        training = self.config.training
+    def _micro_batches(self, samples: Windows | Packs, first_sample: int, count: int) -> Iterator[MicroBatch]:
         return micro_batches(
-            self._samples,
-            first_sample=self.step * training.global_batch_size,
-            micro_batch_size=training.micro_batch_size,
-            count=self.config.micro_batches(dist.get_world_size()),
+            samples,
+            first_sample=first_sample,
+            micro_batch_size=self.config.training.micro_batch_size,
+            count=count,
             place=Place(
                 data_rank=parallel_state.get_data_parallel_rank(),
                 data_size=parallel_state.get_data_parallel_world_size(),
@@ -149,9 +204,6 @@ class Trainer:
             ),
             device=self._device,
         )
-
-    def _indexer_seconds(self) -> float:
-        return float(sum(attention.indexer_seconds for attention in self._attentions))
 
 
 def _optimizer_config(training: TrainingConfig) -> OptimizerConfig:
@@ -205,7 +257,7 @@ def _loss(loss_BL: Tensor, *, is_counted_BL: Tensor) -> tuple[Tensor, Tensor, Te
     return total, tokens, torch.stack([total.detach().double(), tokens.double()])
 
 
-def _over_all_ranks(sums: list[Tensor], device: torch.device, *, stop: bool) -> tuple[float, bool]:
+def _over_all_ranks(sums: list[Tensor], device: torch.device, *, stop: bool = False) -> tuple[float, bool]:
     """On every rank the mean over the tokens of all micro batches and ranks, and whether any rank says `stop`.
 
     In one reduction over all ranks, where tensor-parallel ranks hold equal sums, and pipeline stages but the last none.

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from mcore_dsa.binding import CheckpointBinding, verify
-from mcore_dsa.checkpoint import load_attention
+from mcore_dsa.checkpoint import changed_files, load_attention
 from mcore_dsa.megatron import KPoolDSATransformerConfig, KPoolDSAttention
 from mcore_dsa.tp_plan import DsaTpPlan
 from mcore_dsa.train.config import JobConfig, ModelConfig
+from mcore_dsa.train.together import told_to_every_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -70,8 +72,15 @@ def load_pretrained(chunks: Sequence[nn.Module], model: ModelConfig, binding: Ch
     """Give this rank's attention layers their slices: the model's n-th DSA layer takes the checkpoint's n-th.
 
     Weights are converted to the model's dtype as they are copied. Parameters stay where they are, so that buffers over
-    them hold the new values; an optimizer that has copied the old ones does not.
+    them hold the new values; an optimizer that has copied the old ones does not. Every rank has to call this.
+
+    Raises: ValueError on every rank for a file that is not what the checkpoint's digests say, where it has them.
     """
+    layers = binding.layers[: _dsa_layers_before(model, model.num_layers + 1)]
+    with told_to_every_rank(f"load_hf is {str(binding.path)!r}; accepted is a checkpoint that can be read"):
+        changed = changed_files(binding, layers, rank=dist.get_rank(), ranks=dist.get_world_size())
+        if changed:
+            raise ValueError(changed[0])
     rank = parallel_state.get_tensor_model_parallel_rank()
     plan = DsaTpPlan(rank, parallel_state.get_tensor_model_parallel_world_size(), binding.geometry)
     for chunk in chunks:
@@ -80,8 +89,7 @@ def load_pretrained(chunks: Sequence[nn.Module], model: ModelConfig, binding: Ch
             if isinstance(core, KPoolDSAttention):
                 layer = binding.layers[_dsa_layers_before(model, core.layer_number)]
                 _copy(load_attention(binding, layer, plan), module)
-    if torch.distributed.get_rank() == 0:
-        layers = binding.layers[: _dsa_layers_before(model, model.num_layers + 1)]
+    if dist.get_rank() == 0:
         _logger.info(
             "attention of the model's %d layers from layers %s of %s, %s with %d DSA layers; all else is initialised",
             len(layers),

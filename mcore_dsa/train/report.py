@@ -1,26 +1,23 @@
-"""What a run leaves and shows: metrics.jsonl, TensorBoard, a progress bar, and the summary at the end."""
+"""What a run leaves and shows: metrics.jsonl, its sinks, a progress bar, and the summary at the end."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import Self, TextIO
 
 from tqdm import tqdm
 
+from mcore_dsa.files import replace_text
 from mcore_dsa.train.config import JobConfig
-from mcore_dsa.train.files import replace_text
+from mcore_dsa.train.counts import busiest_over_mean, peak_flops
 from mcore_dsa.train.loop import StepReport
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-METRICS = "metrics.jsonl"
+from mcore_dsa.train.run_dir import METRICS, set_aside
+from mcore_dsa.train.sinks import Sinks
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +31,8 @@ class Summary:
 
     Attributes:
         steps: steps done in the whole run.
-        first_step: the first of them done by this process: 1, or the one after the checkpoint it resumed from.
+        first_step: the first of them done by this process: 1, or the one after the checkpoint it resumed from. None,
+            as all below, where an automatic restart found that none is left to do.
         first_loss: loss of that step.
         last_loss: loss of the last step.
         tokens_per_s: tokens of all ranks in a second, padding of packs with them, over the steps of this process,
@@ -48,11 +46,11 @@ class Summary:
     """
 
     steps: int
-    first_step: int
-    first_loss: float
-    last_loss: float
-    tokens_per_s: float
-    indexer_share: float
+    first_step: int | None
+    first_loss: float | None
+    last_loss: float | None
+    tokens_per_s: float | None
+    indexer_share: float | None
     flag: str
     group_size: int
     unsharded_losses_bit_identical: bool | None
@@ -64,7 +62,7 @@ class Summary:
 
 
 class RunLog:
-    """Writes each step of a run to metrics.jsonl and TensorBoard and shows it; for rank 0.
+    """Writes each step of a run to metrics.jsonl and its sinks and shows it; for rank 0.
 
     Args:
         config: the run.
@@ -75,6 +73,7 @@ class RunLog:
 
     def __init__(self, config: JobConfig, *, done: int, title: str, write: bool = True) -> None:
         training = config.training
+        self._peak = peak_flops(config)
         self._tokens = training.global_batch_size * training.sequence_length
         self._bar = tqdm(
             total=training.steps,
@@ -87,49 +86,50 @@ class RunLog:
             mininterval=0.5 if sys.stderr.isatty() else _LINE_EVERY_S,
         )
         self._metrics = None
-        self._board: SummaryWriter | None = None
+        self._sinks: Sinks | None = None
         if not write:
             return
         run_dir = Path(config.run_dir)
         _drop_steps_after(run_dir / METRICS, done)
         # Line buffered, so that what is on disk ends with a whole step.
         self._metrics = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
-        if config.logging.tensorboard:
-            self._board = _open_board(run_dir / "tensorboard", done)
+        self._sinks = Sinks(config, done)
 
     def __call__(self, report: StepReport) -> None:
         """Write and show one step."""
-        tokens_per_s = self._tokens / report.seconds
-        indexer_ms = 1e3 * report.indexer_seconds
+        values = self._values(report)
         self._bar.set_postfix_str(
-            f"loss {report.loss:.3f}, {tokens_per_s:,.0f} tokens/s, indexer {indexer_ms:.0f} ms", refresh=False
+            f"loss {report.loss:.3f}, {values['tokens_per_s']:,.0f} tokens/s, indexer {values['indexer_ms']:.0f} ms",
+            refresh=False,
         )
         self._bar.update()
+        if self._metrics is not None:
+            of_ranks = {"scored_pairs_of_ranks": [rank.scored_pairs for rank in report.counts]}
+            self._metrics.write(json.dumps({"step": report.step, **values, **of_ranks}) + "\n")
+        if self._sinks is not None:
+            self._sinks.write(report.step, values)
+
+    def _values(self, report: StepReport) -> dict[str, float]:
+        """The numbers of a step; times and bytes are those of this rank, pairs and rows of all."""
+        own, flops_per_s = report.counts[0], report.flops / report.seconds
+        ranks = len(report.counts)
         values = {
             "loss": report.loss,
+            "evaluation_loss": report.evaluation_loss,
             "learning_rate": report.learning_rate,
             "gradient_norm": report.gradient_norm,
             "step_ms": 1e3 * report.seconds,
-            "tokens_per_s": tokens_per_s,
-            "indexer_ms": indexer_ms,
+            "tokens_per_s": self._tokens / report.seconds,
+            "indexer_ms": 1e3 * report.indexer_seconds,
+            "exchange_ms": 1e-3 * own.exchange_us,
+            "exchange_bytes": own.exchange_bytes,
+            "busiest_over_mean": busiest_over_mean(report.counts),
+            "verified_rows": sum(rank.verified_rows for rank in report.counts),
+            "selection_agreement": report.selection_agreement,
+            "model_flops_per_s": flops_per_s,
+            "utilisation": None if self._peak is None else flops_per_s / (ranks * self._peak),
         }
-        if self._metrics is not None:
-            self._metrics.write(json.dumps({"step": report.step, **values}) + "\n")
-
-        def add(board: SummaryWriter) -> None:
-            for name, value in values.items():
-                board.add_scalar(name, value, report.step)
-
-        self._on_board(add)
-
-    def _on_board(self, write: Callable[[SummaryWriter], object]) -> None:
-        """Pictures are worth no run: TensorBoard's first fault is its last."""
-        if self._board is not None:
-            try:
-                write(self._board)
-            except Exception as error:
-                _logger.warning("TensorBoard has failed, and the run goes on without: %s", error)
-                self._board = None
+        return {name: value for name, value in values.items() if value is not None}
 
     def __enter__(self) -> Self:
         return self
@@ -140,7 +140,8 @@ class RunLog:
         self._bar.close()
         if self._metrics is not None:
             self._metrics.close()
-        self._on_board(lambda board: board.close())
+        if self._sinks is not None:
+            self._sinks.close()
 
 
 class _Lines:
@@ -161,19 +162,27 @@ class _Lines:
         self._stream.flush()
 
 
-def _open_board(folder: Path, done: int) -> SummaryWriter | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(folder), purge_step=done + 1)
-    except Exception as error:
-        _logger.warning("TensorBoard cannot write to %s, and the run goes on without: %s", folder, error)
-        return None
-
-
 def _drop_steps_after(metrics: Path, step: int) -> None:
-    if not metrics.is_file():
+    """Leave the steps up to `step` in a log; one with damaged lines is set aside, and what can be read of it stays."""
+    try:
+        # What comes after the last line's end was cut short.
+        *whole, _ = metrics.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return
-    # A line without its end was cut short.
-    lines = [line for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    replace_text(metrics, "".join(line for line in lines if json.loads(line)["step"] <= step))
+    except OSError as error:
+        _logger.warning("%s cannot be read (%s); it is now in %s", metrics, error.strerror, set_aside(metrics))
+        return
+    steps = [_step_of(line) for line in whole]
+    if None in steps:
+        aside = set_aside(metrics)
+        _logger.warning("%s had %d lines that are no steps; it is now in %s", metrics, steps.count(None), aside)
+    kept = [line for line, at in zip(whole, steps, strict=True) if at is not None and at <= step]
+    replace_text(metrics, "".join(f"{line.decode()}\n" for line in kept))
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line.decode())["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None

@@ -1,4 +1,4 @@
-"""Attention restricted to the selected tokens: absorbed multi-latent form, with a backward pass that recomputes.
+"""Attention restricted to the selected tokens: absorbed multi-latent form, both passes; backward recomputes forward.
 
 Letters of shapes: `mcore_dsa/__init__.py`. Items and their slots: `slots.py`.
 
@@ -14,58 +14,68 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from mcore_dsa.backends.protocol import Kept, LatentShards
+from mcore_dsa.backends.protocol import AttentionCall
+from mcore_dsa.backends.torch.products import multiply, weigh
+from mcore_dsa.backends.torch.scoring import operands_of
 from mcore_dsa.backends.torch.slots import LANES, SlotClass, Slots, find_faults, round_up, slot_classes
-from mcore_dsa.kpool import PoolLayout, RowBounds, raise_if_unseen
-from mcore_dsa.precision import full_precision
+from mcore_dsa.precision import product_precision
 from mcore_dsa.workspace import Buffer, Workspace
 
 _HEADS = 4
 
 
-def attend(
+def selection_faults(selection_BSK: Tensor, call: AttentionCall) -> Tensor:
+    return find_faults(selection_BSK, call.bounds, call.attend_bytes)
+
+
+def attend(q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall, out_SBHC: Tensor) -> tuple[()]:
+    items = _Items.of(q_SBHC, kv_TBC, selection_BSK, call)
+    out_SBHC.zero_()
+
+    def work(chunk: _Chunk) -> None:
+        chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
+        chunk.mix(chunk.weights_IHW)
+        chunk.store_mixed(out_SBHC)
+
+    items.each_chunk(work, backward=False)
+    return ()
+
+
+def attend_backward(
     q_SBHC: Tensor,
     kv_TBC: Tensor,
     selection_BSK: Tensor,
-    layout: PoolLayout,
-    bounds: RowBounds,
-    *,
-    softmax_scale: float,
-    always_select_tail: bool,
-    attend_bytes: int,
-    kept: Kept | None = None,
-    shards: LatentShards | None = None,
-) -> Tensor:
-    """`mcore_dsa.sparse_attention` for arguments that fit, of rows that are located."""
-    budget, tail_slots = selection_BSK.shape[2], layout.pool_size - 1 if always_select_tail else 0
-    item = _Item(q_SBHC.shape[2], kv_TBC.shape[2], q_SBHC.dtype, kv_TBC.dtype)
-    slots = round_up(budget * layout.pool_size + tail_slots, LANES)
-    smallest = item.workspace(layout.batch, slots, backward=True).nbytes
-    if attend_bytes < smallest:
-        raise ValueError(
-            f"attend_bytes is {attend_bytes}; accepted are at least {smallest}, which hold one row of "
-            f"{layout.batch} samples with {slots} token slots (padded)"
-        )
-    classes = slot_classes(bounds, budget=budget, pool_size=layout.pool_size, tail_slots=tail_slots)
-    shards = LatentShards(lambda kv: kv, lambda grad: grad) if shards is None else shards
-    call = _Call(item, layout, classes, tail_slots, softmax_scale, attend_bytes, shards)
-    kept = Kept(selection_BSK, lambda selection: selection) if kept is None else kept
-    out_SBHC: Tensor = _SparseAttention.apply(  # type: ignore[no-untyped-call]
-        q_SBHC, kv_TBC, selection_BSK, bounds, call, kept
-    )
-    return out_SBHC
+    call: AttentionCall,
+    saved: tuple[Tensor, ...],
+    out_grad_SBHC: Tensor,
+    q_grad_SBHC: Tensor | None,
+    sum_XC: Tensor | None,
+) -> None:
+    items = _Items.of(q_SBHC, kv_TBC, selection_BSK, call)
+    if q_grad_SBHC is not None:
+        q_grad_SBHC.zero_()
+
+    def work(chunk: _Chunk) -> None:
+        chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
+        chunk.differentiate(out_grad_SBHC, call.softmax_scale)
+        if q_grad_SBHC is not None:
+            chunk.mix(chunk.logit_grad_IHW)
+            chunk.store_mixed(q_grad_SBHC)
+        if sum_XC is not None:
+            _add_in_row_order(sum_XC, chunk.slots, chunk.latent_grad())
+
+    items.each_chunk(work, backward=True)
 
 
 def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
     """The least `attend_bytes` that works: backward of one row of every sample, queries and latents of `dtype`."""
-    item = _Item(heads, channels, dtype, dtype)
-    return item.workspace(batch, round_up(slots, LANES), backward=True).nbytes
+    operands = {torch.promote_types(dtype, torch.float32), torch.promote_types(dtype, torch.bfloat16)}
+    items = (_Item(heads, channels, dtype, dtype, of_products) for of_products in operands)
+    return max(item.workspace(batch, round_up(slots, LANES), backward=True).nbytes for item in items)
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,14 @@ class _Item:
     channels: int
     query_dtype: torch.dtype
     latent_dtype: torch.dtype
+    operands: torch.dtype
+
+    @classmethod
+    def of(cls, q_SBHC: Tensor, kv_TBC: Tensor) -> _Item:
+        dtypes = q_SBHC.dtype, kv_TBC.dtype
+        wide = torch.promote_types(torch.promote_types(*dtypes), torch.float32)
+        narrow = operands_of(q_SBHC.device, *dtypes) == torch.bfloat16
+        return cls(q_SBHC.shape[2], kv_TBC.shape[2], *dtypes, torch.bfloat16 if narrow else wide)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,20 +108,22 @@ class _Item:
         heads, channels = round_up(self.heads, _HEADS), round_up(self.channels, LANES)
         pads = channels != self.channels
         own = items if backward else 0
-        converted = items if pads or self.latent_dtype != self.dtype else 0
+        converted = items if pads or self.latent_dtype != self.operands else 0
         new = partial(Buffer, dtype=self.dtype)
-        tall = partial(new, zeroed=pads or heads != self.heads)
+        operand = partial(Buffer, dtype=self.operands)
+        tall = partial(operand, zeroed=pads or heads != self.heads)
         return Workspace(
             {
                 **Slots.workspace(items, slots).buffers,
                 "gathered_IWC": Buffer((converted, slots, self.channels), self.latent_dtype),
-                "latent_IWC": new((items, slots, channels), zeroed=pads),
+                "latent_IWC": operand((items, slots, channels), zeroed=pads),
                 "query_IHC": tall((items, heads, channels)),
                 "mixed_IHC": new((items, heads, channels)),
                 "logits_IHW": new((items, heads, slots)),
                 "weights_IHW": new((items, heads, slots)),
                 "out_grad_IHC": tall((own, heads, channels)),
                 "logit_grad_IHW": new((own, heads, slots)),
+                "halves": operand((items if self.operands != self.dtype else 0, 2 * heads, slots)),
                 "delta_IH1": new((own, heads, 1)),
                 "latent_grad_IWC": new((own, slots, channels)),
                 # Rows of queries and gradients, as they come and go.
@@ -118,131 +138,61 @@ class _Item:
         )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What both passes of one call know beside the tensors that autograd saves."""
+@dataclass(frozen=True, eq=False)
+class _Items:
+    """The items of a call in their classes."""
 
     item: _Item
-    layout: PoolLayout
     classes: tuple[SlotClass, ...]
     tail_slots: int
-    softmax_scale: float
-    attend_bytes: int
-    shards: LatentShards
+    kv_TBC: Tensor
+    selection_BSK: Tensor
+    call: AttentionCall
 
-    def chunks(self, group: SlotClass) -> tuple[Tensor, ...]:
+    @classmethod
+    def of(cls, q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall) -> _Items:
+        budget, pool_size = selection_BSK.shape[2], call.layout.pool_size
+        tail_slots = pool_size - 1 if call.always_select_tail else 0
+        item = _Item.of(q_SBHC, kv_TBC)
+        slots = round_up(budget * pool_size + tail_slots, LANES)
+        smallest = item.workspace(call.layout.batch, slots, backward=True).nbytes
+        if call.attend_bytes < smallest:
+            raise ValueError(
+                f"attend_bytes is {call.attend_bytes}; accepted are at least {smallest}, which hold one row of "
+                f"{call.layout.batch} samples with {slots} token slots (padded)"
+            )
+        classes = slot_classes(call.bounds, budget=budget, pool_size=pool_size, tail_slots=tail_slots)
+        return cls(item, classes, tail_slots, kv_TBC, selection_BSK, call)
+
+    def each_chunk(self, work: Callable[[_Chunk], None], *, backward: bool) -> None:
+        """Call `work` on all items, chunk by chunk. What a class holds is free before the next one takes its own."""
+        with product_precision(self.kv_TBC.device.type, self.item.operands):
+            for group in self.classes:
+                self._each_chunk_of_class(group, work, backward=backward)
+
+    def _each_chunk_of_class(self, group: SlotClass, work: Callable[[_Chunk], None], *, backward: bool) -> None:
+        chunks = self._chunks(group)
+        held = self.item.workspace(len(chunks[0]), group.slots, backward=backward).allocate(self.kv_TBC.device)
+        token_IW, unused_IW = held.pop("token_IW"), held.pop("unused_IW")
+        for item_I in chunks:
+            count = len(item_I)
+            slots = Slots.place(
+                token_IW[:count],
+                unused_IW[:count],
+                self.selection_BSK,
+                self.call.layout,
+                self.call.bounds,
+                item_I,
+                pools=group.pools,
+                tail_slots=self.tail_slots,
+            )
+            work(_Chunk(item_I, slots, **{name: buffer[:count] for name, buffer in held.items()}))
+
+    def _chunks(self, group: SlotClass) -> tuple[Tensor, ...]:
         """The items of a class, as many at a time as backward, the greedier pass, can hold."""
         fixed, one = (self.item.workspace(items, group.slots, backward=True).nbytes for items in (0, 1))
-        chunks: tuple[Tensor, ...] = group.item_I.split((self.attend_bytes - fixed) // (one - fixed))
+        chunks: tuple[Tensor, ...] = group.item_I.split((self.call.attend_bytes - fixed) // (one - fixed))
         return chunks
-
-
-class _SparseAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q_SBHC: Tensor, kv_LBC: Tensor, selection_BSK: Tensor, bounds: RowBounds, call: _Call, kept: Kept
-    ) -> Tensor:
-        kv_TBC = call.shards.gather(kv_LBC)
-        out_SBHC = q_SBHC.new_zeros(q_SBHC.shape)
-        fault_2 = find_faults(selection_BSK, bounds, call.attend_bytes)
-
-        def work(chunk: _Chunk) -> None:
-            chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
-            chunk.mix(chunk.weights_IHW)
-            chunk.store_mixed(out_SBHC)
-
-        _each_chunk(call, kv_TBC, selection_BSK, bounds, work, backward=False)
-        unseen, disordered = fault_2.cpu()
-        raise_if_unseen(unseen)
-        if bool(disordered):
-            raise ValueError("selection_BSK repeats or disorders pool ids; accepted are ascending ids, -1 behind them")
-        # Backward looks the tokens up once more. `ctx` could hold bounds and layout as objects; saved, they go by their
-        # versions, so that one that is written in place between the passes is an error and not a wrong gradient. The
-        # table of pools is saved for that alone: `call.layout` holds it.
-        ctx.save_for_backward(
-            q_SBHC,
-            kv_LBC,
-            kept.selection_BOK,
-            call.layout.pool_token_BP,
-            bounds.position_S,
-            bounds.first_BS,
-            bounds.visible_BS,
-            bounds.tail_BS,
-        )
-        ctx.call, ctx.restore = call, kept.restore
-        return out_SBHC
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, out_grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBHC, kv_LBC, selection_BOK, _, *of_rows = ctx.saved_tensors
-        call: _Call = ctx.call
-        kv_TBC = call.shards.gather(kv_LBC)
-        bounds, selection_BSK = RowBounds(*of_rows), ctx.restore(selection_BOK)
-        tokens, batch, channels = kv_TBC.shape
-        q_grad_SBHC = q_SBHC.new_zeros(q_SBHC.shape) if ctx.needs_input_grad[0] else None
-        # One row more than kv: there goes what items without tokens contribute.
-        sum_XC = (
-            kv_TBC.new_zeros(tokens * batch + 1, channels, dtype=call.item.dtype) if ctx.needs_input_grad[1] else None
-        )
-
-        def work(chunk: _Chunk) -> None:
-            chunk.attend(q_SBHC, kv_TBC, call.softmax_scale)
-            chunk.differentiate(out_grad_SBHC)
-            if q_grad_SBHC is not None:
-                chunk.mix(chunk.logit_grad_IHW).mul_(call.softmax_scale)
-                chunk.store_mixed(q_grad_SBHC)
-            if sum_XC is not None:
-                _add_in_row_order(sum_XC, chunk.slots, chunk.latent_grad())
-
-        _each_chunk(call, kv_TBC, selection_BSK, bounds, work, backward=True)
-        if sum_XC is None:
-            return q_grad_SBHC, None, None, None, None, None
-        kv_grad_TBC = sum_XC[:-1].unflatten(0, (tokens, batch)).to(kv_TBC.dtype)
-        return q_grad_SBHC, call.shards.reduce(kv_grad_TBC), None, None, None, None
-
-
-def _each_chunk(
-    call: _Call,
-    kv_TBC: Tensor,
-    selection_BSK: Tensor,
-    bounds: RowBounds,
-    work: Callable[[_Chunk], None],
-    *,
-    backward: bool,
-) -> None:
-    """Call `work` on all items, chunk by chunk. What a class holds is free before the next one takes its own."""
-    with full_precision(kv_TBC.device.type):
-        for group in call.classes:
-            _each_chunk_of_class(call, group, kv_TBC, selection_BSK, bounds, work, backward=backward)
-
-
-def _each_chunk_of_class(
-    call: _Call,
-    group: SlotClass,
-    kv_TBC: Tensor,
-    selection_BSK: Tensor,
-    bounds: RowBounds,
-    work: Callable[[_Chunk], None],
-    *,
-    backward: bool,
-) -> None:
-    chunks = call.chunks(group)
-    held = call.item.workspace(len(chunks[0]), group.slots, backward=backward).allocate(kv_TBC.device)
-    token_IW, unused_IW = held.pop("token_IW"), held.pop("unused_IW")
-    for item_I in chunks:
-        count = len(item_I)
-        slots = Slots.place(
-            token_IW[:count],
-            unused_IW[:count],
-            selection_BSK,
-            call.layout,
-            bounds,
-            item_I,
-            pools=group.pools,
-            tail_slots=call.tail_slots,
-        )
-        work(_Chunk(item_I, slots, **{name: buffer[:count] for name, buffer in held.items()}))
 
 
 @dataclass(frozen=True)
@@ -259,37 +209,37 @@ class _Chunk:
     weights_IHW: Tensor
     out_grad_IHC: Tensor
     logit_grad_IHW: Tensor
+    halves: Tensor
     delta_IH1: Tensor
     latent_grad_IWC: Tensor
 
     def attend(self, q_SBHC: Tensor, kv_TBC: Tensor, softmax_scale: float) -> None:
-        """Fill `latent`, `query` (times the scale) and `weights`: zeros in unused slots, NaN in empty items."""
+        """Fill `latent`, `query` and `weights`: zeros in unused slots, NaN in empty items."""
         gathered_IWC = self.gathered_IWC if len(self.gathered_IWC) else self.latent_IWC
         torch.index_select(kv_TBC.flatten(0, 1), 0, self.slots.token_IW.flatten(), out=gathered_IWC.flatten(0, 1))
         if gathered_IWC is not self.latent_IWC:
             self.latent_IWC[..., : kv_TBC.shape[2]] = gathered_IWC
         self._load(self.query_IHC, q_SBHC)
-        self.query_IHC.mul_(softmax_scale)
-        torch.bmm(self.query_IHC, self.latent_IWC.mT, out=self.logits_IHW)
+        multiply(self.query_IHC, self.latent_IWC.mT, out=self.logits_IHW).mul_(softmax_scale)
         self.logits_IHW.masked_fill_(self.slots.unused_IW.unsqueeze(1), -math.inf)
         torch.softmax(self.logits_IHW, -1, out=self.weights_IHW)
 
-    def differentiate(self, out_grad_SBHC: Tensor) -> None:
-        """Fill `logit_grad` with the gradient of the scaled logits: `p * (dp - sum(p * dp))`. Spends `logits`."""
+    def differentiate(self, out_grad_SBHC: Tensor, softmax_scale: float) -> None:
+        """Fill `logit_grad` with the gradient of the bare logits: `scale * p * (dp - sum(p * dp))`. Spends `logits`."""
         self._load(self.out_grad_IHC, out_grad_SBHC)
-        torch.bmm(self.out_grad_IHC, self.latent_IWC.mT, out=self.logit_grad_IHW)
+        multiply(self.out_grad_IHC, self.latent_IWC.mT, out=self.logit_grad_IHW)
         torch.mul(self.weights_IHW, self.logit_grad_IHW, out=self.logits_IHW)
         torch.sum(self.logits_IHW, -1, keepdim=True, out=self.delta_IH1)
-        self.logit_grad_IHW.sub_(self.delta_IH1).mul_(self.weights_IHW)
+        self.logit_grad_IHW.sub_(self.delta_IH1).mul_(self.weights_IHW).mul_(softmax_scale)
 
     def latent_grad(self) -> Tensor:
         """What every slot contributes to the gradient of its latent, as value and as key, `[i, w, c]`, padded."""
-        torch.bmm(self.weights_IHW.mT, self.out_grad_IHC, out=self.latent_grad_IWC)
-        return self.latent_grad_IWC.baddbmm_(self.logit_grad_IHW.mT, self.query_IHC)
+        weigh(self.weights_IHW.mT, self.out_grad_IHC, self.halves, self.latent_grad_IWC)
+        return weigh(self.logit_grad_IHW.mT, self.query_IHC, self.halves, self.latent_grad_IWC, add=True)
 
     def mix(self, weights_IHW: Tensor) -> Tensor:
         """Fill and return `mixed`: the latents of an item, weighted."""
-        return torch.bmm(weights_IHW, self.latent_IWC, out=self.mixed_IHC)
+        return weigh(weights_IHW, self.latent_IWC, self.halves, self.mixed_IHC)
 
     def store_mixed(self, x_SBHC: Tensor) -> None:
         """Write `mixed` into the items' rows, zeros into those of empty items."""

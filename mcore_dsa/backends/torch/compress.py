@@ -6,6 +6,8 @@ Letters of shapes: `mcore_dsa/__init__.py`.
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,6 +53,19 @@ def compress_bytes(pools: int, dim: int, pool_size: int) -> int:
     """Bytes that `compress_keys` takes beside its result: logits, weights, and a few values a pool and channel."""
     elements = min(_SCRATCH_ELEMENTS, pools * dim * pool_size)
     return elements * (8 + 28 // pool_size)
+
+
+def key_fingerprint(
+    compress: Callable[[Tensor, Tensor, Tensor, PoolLayout], Tensor], device: torch.device, dim: int
+) -> int:
+    """Digest of the bits to which `compress` brings fixed keys, of ordinary size and next to nothing."""
+    generator = torch.Generator("cpu").manual_seed(21)
+    layout = PoolLayout.dense(256, pool_size=4, device=device)
+    key, gate = (torch.randn(256, 1, dim, generator=generator, dtype=torch.float32, device="cpu") for _ in range(2))
+    key[128:] *= 1e-38
+    ape = torch.zeros(4, dim, dtype=torch.float32, device=device)
+    pool_key = compress(key.to(device), (4 * gate).to(device), ape, layout)
+    return zlib.crc32(pool_key.cpu().numpy().tobytes())
 
 
 def _exp_of_nonpositive(x: Tensor) -> Tensor:

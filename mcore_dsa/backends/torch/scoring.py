@@ -6,6 +6,9 @@ A matrix library picks its kernel by shape, and another kernel rounds otherwise:
 of 512 changes the last bits of 64% of its scores (M, torch's CPU build). So every product here has the shape of the
 device's `Tile`, rows and keys are copied into aligned buffers of that shape, and heads are summed inside it. That a
 row's place in the tile does not matter either is measured, for every place, before the first score is used.
+
+On CUDA bf16 queries and keys are multiplied as they are, summed in fp32 and never rounded to bf16 again: matrix
+instructions do that some ten times faster than fp32 (H200, data sheet), and no switch of the process concerns them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.checks import check_positive
-from mcore_dsa.precision import full_precision
+from mcore_dsa.precision import product_precision
 from mcore_dsa.workspace import Buffer, Workspace
 
 # Rows of the greatest tile that is tried in place of the whole one: a decoded token, or a few drafted ones.
@@ -43,21 +46,27 @@ class Tile:
     def strip_rows(self) -> int:
         return self.rows * self.strip_tiles
 
-    def workspace(self, heads: int, dim: int) -> Workspace:
-        """What a `TileScorer` of this tile holds, and the copies made to fill it."""
+    def workspace(self, heads: int, dim: int, operands: torch.dtype = torch.float32) -> Workspace:
+        """What a `TileScorer` of this tile holds, and the copies made to fill it; of fp32 operands at least as much."""
         fp32, tiles = torch.float32, range(self.strip_tiles)
         # One allocation a tile: products may round by alignment, and an allocation's is always the same.
         return Workspace(
-            {f"q {tile}": Buffer((self.rows, heads, dim), fp32, zeroed=True) for tile in tiles}
+            {f"q {tile}": Buffer((self.rows, heads, dim), operands, zeroed=True) for tile in tiles}
             | {f"weights {tile}": Buffer((self.rows, 1, heads), fp32, zeroed=True) for tile in tiles}
             | {
-                "key": Buffer((self.pools, dim), fp32, zeroed=True),
+                "key": Buffer((self.pools, dim), operands, zeroed=True),
                 "per head": Buffer((self.rows, heads, self.pools), fp32),
                 "score": Buffer((self.rows, 1, self.pools), fp32),
                 "loaded rows": Buffer((self.strip_rows, heads, dim + 1), fp32, inside=True),
                 "loaded keys": Buffer((self.pools, dim), fp32, inside=True),
             }
         )
+
+
+def operands_of(device: torch.device, *dtypes: torch.dtype) -> torch.dtype:
+    """What queries and keys of these dtypes are multiplied as on a device."""
+    narrow = device.type == "cuda" and set(dtypes) == {torch.bfloat16}
+    return torch.bfloat16 if narrow else torch.float32
 
 
 def tile_for(device: torch.device, heads: int) -> Tile:
@@ -122,10 +131,19 @@ def _rounds_as_whole(device: torch.device, heads: int, dim: int, rows: int, nume
 class TileScorer:
     """Scores of a strip of rows against any pools, tile by tile. Owns its buffers; not for use by two threads."""
 
-    def __init__(self, tile: Tile, heads: int, dim: int, device: torch.device, *, use_relu: bool) -> None:
+    def __init__(
+        self,
+        tile: Tile,
+        heads: int,
+        dim: int,
+        device: torch.device,
+        *,
+        use_relu: bool,
+        operands: torch.dtype = torch.float32,
+    ) -> None:
         self.tile = tile
-        self._use_relu = use_relu
-        held = tile.workspace(heads, dim).allocate(device)
+        self._use_relu, self._operands = use_relu, operands
+        held = tile.workspace(heads, dim, operands).allocate(device)
         self._q = [held[f"q {index}"] for index in range(tile.strip_tiles)]
         self._weights = [held[f"weights {index}"] for index in range(tile.strip_tiles)]
         self._key, per_head, score = held["key"], held["per head"], held["score"]
@@ -147,10 +165,18 @@ class TileScorer:
 
     def score(self, index: int) -> Tensor:
         """fp32 `[tile.rows, tile.pools]`, `sum_h weights_h * relu(q_h . key)` of tile `index`; valid until the next."""
-        torch.mm(self._q_flat[index], self._key_T, out=self._per_head_flat)
+        if self._operands == torch.float32:
+            torch.mm(self._q_flat[index], self._key_T, out=self._per_head_flat)
+        else:
+            fp32 = torch.float32
+            torch.ops.aten.mm.dtype_out(self._q_flat[index], self._key_T, fp32, out=self._per_head_flat)
         if self._use_relu:
             self._per_head.clamp_min_(0)
-        torch.bmm(self._weights[index], self._per_head, out=self._score)
+        if self._operands == torch.float32:
+            torch.bmm(self._weights[index], self._per_head, out=self._score)
+        else:
+            # As a product it would follow the process's switch for fp32 products.
+            torch.sum(self._per_head.mul_(self._weights[index].mT), 1, keepdim=True, out=self._score)
         return self._score_RM
 
 
@@ -169,6 +195,16 @@ def numerics(device: torch.device) -> Hashable:
 def tile_fingerprint(device: torch.device, heads: int, dim: int) -> int:
     """Digest of the bits in which this device scores fixed data; equal on two ranks whose scores agree.
 
+    Raises: as `probe_tile`.
+    """
+    operands = dict.fromkeys(operands_of(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    digests = [probe_tile(device, heads, dim, dtype) for dtype in operands]
+    return zlib.crc32(repr(digests).encode())
+
+
+def probe_tile(device: torch.device, heads: int, dim: int, operands: torch.dtype) -> int:
+    """Digest for operands of one dtype.
+
     The first call for a device, shape and `numerics` proves that a place in the tile does not matter: one query and one
     key are copied into every place, and all scores must be equal.
 
@@ -176,16 +212,16 @@ def tile_fingerprint(device: torch.device, heads: int, dim: int) -> int:
     """
     check_positive("heads", heads)
     check_positive("dim", dim)
-    with torch.no_grad(), full_precision(device.type):
-        return _probe(device, heads, dim, numerics(device))
+    with torch.no_grad(), product_precision(device.type, operands):
+        return _probe(device, heads, dim, operands, numerics(device))
 
 
 @functools.cache
-def _probe(device: torch.device, heads: int, dim: int, numerics: Hashable) -> int:
+def _probe(device: torch.device, heads: int, dim: int, operands: torch.dtype, numerics: Hashable) -> int:
     tile = tile_for(device, heads)
     generator = torch.Generator("cpu").manual_seed(20)
     randn = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-    scorer = TileScorer(tile, heads, dim, device, use_relu=True)
+    scorer = TileScorer(tile, heads, dim, device, use_relu=True, operands=operands)
     for _ in range(3):
         q_HD, weights_H, key_D = (randn(shape).to(device) for shape in ((heads, dim), (heads,), (dim,)))
         scorer.load_rows(q_HD.expand(tile.strip_rows, -1, -1), weights_H.expand(tile.strip_rows, -1))
@@ -194,8 +230,8 @@ def _probe(device: torch.device, heads: int, dim: int, numerics: Hashable) -> in
         if not torch.equal(score_RM, score_RM[:1, :1].expand_as(score_RM)):
             raise RuntimeError(
                 f"on {device} with {torch.get_num_threads()} threads a score of the {tile.rows} x {heads} x {dim} by "
-                f"{tile.pools} tile depends on the row's or the pool's place in it, so no selection here can be "
-                "independent of slice and rank; accepted is a matrix product that rounds alike in every place"
+                f"{tile.pools} tile of {operands} depends on the row's or the pool's place in it, so no selection here "
+                "can be independent of slice and rank; accepted is a matrix product that rounds alike in every place"
             )
     # Two devices may round most scores alike, so a tile of other ones goes into the digest.
     scorer.load_rows(randn(tile.rows, heads, dim).to(device), randn(tile.rows, heads).to(device))

@@ -16,11 +16,19 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.backends.protocol import SelectionCounters
-from mcore_dsa.backends.torch.scoring import Tile, TileScorer, tile_fingerprint, tile_for, tile_for_rows
+from mcore_dsa.backends.torch.scoring import (
+    Tile,
+    TileScorer,
+    operands_of,
+    probe_tile,
+    tile_for,
+    tile_for_rows,
+)
 from mcore_dsa.backends.torch.topk import RunningTopK, topk_workspace
 from mcore_dsa.checks import check_positive
 from mcore_dsa.kpool import PoolLayout, RowBounds
-from mcore_dsa.precision import full_precision
+from mcore_dsa.precision import product_precision
+from mcore_dsa.ranges import ranged
 
 # Pool ids written at a time for rows that take all they see.
 _FILL_ELEMENTS = 1 << 18
@@ -49,12 +57,13 @@ def select_pools(
     _take_all_visible(selection_BSK, bounds, host_visible_BS)
     if bounds.max_visible <= budget:
         return selection_BSK
-    with full_precision(layout.device.type):
-        tile_fingerprint(layout.device, heads, dim)
+    operands = operands_of(layout.device, q_SBHD.dtype, pool_key_PBD.dtype)
+    with product_precision(layout.device.type, operands):
+        probe_tile(layout.device, heads, dim, operands)
         slot_BS = host_first_BS - layout.first_pool_id
         runs = [_scored_runs(*sample, budget) for sample in zip(slot_BS, host_visible_BS, strict=True)]
         tile = tile_for_rows(layout.device, heads, dim, max(stop - start for some in runs for start, stop in some))
-        scorer = TileScorer(tile, heads, dim, layout.device, use_relu=use_relu)
+        scorer = TileScorer(tile, heads, dim, layout.device, use_relu=use_relu, operands=operands)
         columns = min(block, bounds.max_visible)
         top = RunningTopK(rows=tile.strip_rows, columns=columns, budget=budget, device=layout.device)
         for sample in range(layout.batch):
@@ -128,6 +137,7 @@ def _select_strip(
     return top.slots
 
 
+@ranged("scoring")
 def _score_block(scorer: TileScorer, key_PD: Tensor, strip: _RowStrip, begin: int, score_RM: Tensor) -> None:
     """Scores of pool slots `begin ... begin + c - 1`; what no row of a tile sees is left unwritten."""
     rows, pools = scorer.tile.rows, scorer.tile.pools

@@ -1,0 +1,155 @@
+"""What attention costs before it is run, cut by heads and cut by rows: FLOPs, bytes read, exchanged and saved by rank.
+
+Integers only, from the lengths of the documents alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from mcore_dsa.checks import check_bytes, check_positive
+from mcore_dsa.geometry import DsaGeometry
+from mcore_dsa.head_exchange import PIECES_HELD
+from mcore_dsa.hf_config import shown
+from mcore_dsa.rows import PackWork, RowPartition, check_ranks, partition_rows
+from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, AttendShard, Partition
+from mcore_dsa.sharded import OVERLAP_ROWS
+from mcore_dsa.work import Held, check_request
+
+_INT32 = 4
+# Bytes a second of one H200, by NVIDIA's data sheet: of its memory, and of NVLink in one direction.
+MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 4.8e12, 450e9
+
+
+@dataclass(frozen=True)
+class AttentionRank:
+    """One rank's part of a layer's attention.
+
+    Attributes:
+        rows: rows it attends. tokens: those that they attend, summed.
+        forward_flops, backward_flops: of products alone; backward computes the logits anew.
+        read_bytes: latents gathered from memory in a pass, each row's once for all heads.
+        forward_received_bytes, backward_received_bytes: from other ranks: selections (by heads; those of forward are
+            among the selection's own), or queries, outputs and their gradients.
+        saved_bytes: kept for backward: queries and latents, and the selection of own rows.
+        peak_bytes: scratch of a pass at most, beside what comes in and goes out and the fp32 sum of latent gradients.
+    """
+
+    rows: int
+    tokens: int
+    forward_flops: int
+    backward_flops: int
+    read_bytes: int
+    forward_received_bytes: int
+    backward_received_bytes: int
+    saved_bytes: int
+    peak_bytes: int
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Estimate of both passes on one H200: every byte read and received, nothing of it at the same time."""
+        received = self.forward_received_bytes + self.backward_received_bytes
+        return 2 * self.read_bytes / MEMORY_BYTES_PER_S + received / LINK_BYTES_PER_S
+
+
+def attention_work(
+    lengths: Sequence[int],
+    geometry: DsaGeometry,
+    *,
+    group_size: int,
+    partition: Partition,
+    shard: AttendShard,
+    context_size: int = 1,
+    elem_bytes: int = 2,
+    attend_bytes: int = DEFAULT_ATTEND_BYTES,
+) -> tuple[AttentionRank, ...]:
+    """The parts of all ranks of a tensor-parallel group, in rank order, for one pack of documents of `lengths` tokens.
+
+    `elem_bytes` is an element of the model's dtype. By rows a rank attends those that it selects for; with "off", of
+    which it selects for all, a contiguous shard. Under context parallelism the group is the one that attends most.
+
+    Raises: as `selection_work`; ValueError for heads that are no multiple of the ranks.
+    """
+    check_request(lengths, geometry, context_size)
+    _check_sizes(shard, group_size, elem_bytes, attend_bytes)
+    heads, channels, tail = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.index_kpool_always_select_tail
+    if heads % group_size:
+        raise ValueError(f"group_size is {group_size}; accepted are divisors of {heads}, the attention heads")
+    work = PackWork(tuple(lengths), geometry.index_kpool, geometry.pool_budget)
+
+    def attended_before(row: int) -> int:
+        return work.pool_size * work.selected_pairs_before(row) + (work.tail_tokens_before(row) if tail else 0)
+
+    held = Held.of(work, context_size, attended_before)
+    sizes = {"pool_size": work.pool_size, "budget": work.budget}
+    selected = partition_rows(partition, held.rows, group_size, work.lengths, **sizes)
+    rows_cut = RowPartition.contiguous(held.rows, group_size) if selected.is_replicated else selected
+    row = heads // group_size * channels * elem_bytes
+    parts = []
+    for rank in range(group_size):
+        own = rows_cut.rows_of(rank)
+        slices = rows_cut.slices(rank) if shard == "rows" else (range(held.rows),)
+        tokens = sum(held.attended_before(part.stop) - held.attended_before(part.start) for part in slices)
+        product = 2 * channels * tokens * (heads if shard == "rows" else heads // group_size)
+        if shard == "rows":
+            arriving, returning = (group_size - 1) * own * row, (held.rows - own) * row
+            received, kept = (arriving + returning, 2 * arriving + returning), own
+        else:
+            received, kept = (_gathered(selected, work.budget),) * 2, selected.rows_of(rank)
+        parts.append(
+            AttentionRank(
+                rows=sum(map(len, slices)),
+                tokens=tokens,
+                # Logits and mixture; logits, gradients of weights and of queries, and twice those of latents.
+                forward_flops=2 * product,
+                backward_flops=5 * product,
+                read_bytes=tokens * channels * elem_bytes,
+                forward_received_bytes=received[0],
+                backward_received_bytes=received[1],
+                saved_bytes=held.rows * (row + channels * elem_bytes) + kept * work.budget * _INT32,
+                peak_bytes=attend_bytes + (_exchanging(rows_cut, row, attend_bytes) if shard == "rows" else 0),
+            )
+        )
+    return tuple(parts)
+
+
+def _check_sizes(shard: AttendShard, group_size: int, elem_bytes: int, attend_bytes: int) -> None:
+    if shard not in get_args(AttendShard):
+        raise ValueError(f"shard is {shown(shard)}; accepted are {', '.join(map(repr, get_args(AttendShard)))}")
+    check_ranks("group_size", group_size)
+    check_positive("elem_bytes", elem_bytes)
+    check_bytes("attend_bytes", attend_bytes)
+
+
+def _exchanging(cut: RowPartition, row: int, nbytes: int) -> int:
+    """The most that `HeadExchange.within(nbytes)` holds; `row` is one of a rank's heads."""
+    if cut.group_size == 1:
+        return 0
+    held = PIECES_HELD * cut.group_size * row
+    return held * min(cut.rows_per_rank, max(1, nbytes // held))
+
+
+def _gathered(selected: RowPartition, budget: int) -> int:
+    """Bytes of other ranks' selections, as `SelectionGather` moves them."""
+    if selected.is_replicated:
+        return 0
+    pieces = -(-selected.rows_per_rank // OVERLAP_ROWS)
+    return (selected.group_size - 1) * (selected.rows_per_rank + pieces) * budget * _INT32
+
+
+def best_shard(
+    lengths: Sequence[int], geometry: DsaGeometry, *, group_size: int, partition: Partition, context_size: int = 1
+) -> AttendShard:
+    """What to cut attention by: what takes the busiest rank less time for reading and exchange, by an H200's figures.
+
+    Products are the same in both cuts, to within how even the shards are.
+    """
+    seconds: dict[AttendShard, float] = {}
+    for shard in get_args(AttendShard):
+        ranks = attention_work(
+            lengths, geometry, group_size=group_size, partition=partition, shard=shard, context_size=context_size
+        )
+        seconds[shard] = max(rank.transfer_seconds for rank in ranks)
+    return min(seconds, key=lambda shard: seconds[shard])

@@ -1,0 +1,122 @@
+"""Gradients of latents: what every slot of a row contributes, then their sums, token by token, in the order of rows.
+
+Letters of shapes: `mcore_dsa/__init__.py`. Items: `items.py`. A cell is the stretch of `pool_size` tokens, of one
+segment, from a token where a pool begins or would if the segment went on; it is numbered `sample * tokens + its first
+token`. Every column of an item's selection attends one cell, and the tail one more, up to the row's own token.
+
+Columns are sorted by cell, stably, so that those of one cell stand in the order of rows, and one program adds them to
+what rows before have come to. No other program touches its tokens: no float is added out of turn, and it moves no bit
+how many rows go through at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mcore_dsa.kernels.attend_rows import add_product, load_latents, load_matrix
+from mcore_dsa.kernels.items import find_pools, load_item
+
+# With more of either, an SM holds fewer programs.
+GRAD_HEADS = 16
+CELL_SLOTS = 16
+COLUMNS = 64
+# Behind every cell.
+NOWHERE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["from_item", "tiles", "width", "rows", "batch", "budget", "heads"])
+def slot_grad_kernel(
+    q_ptr, kv_ptr, selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr,
+    norm_ptr, out_grad_ptr, delta_ptr, slot_grad_ptr,
+    from_item, tiles, width, rows, batch, budget, heads, scale,
+    J: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """What a tile of one item's slots contributes, as value and as key, into lines `[item, slot]` of `C` channels."""
+    here = tl.program_id(0) // tiles
+    start = tl.program_id(0) % tiles * SLOTS
+    item = from_item.to(tl.int64) + here
+    sample, place, first, visible, origin, columns, tail = load_item(
+        position_ptr, first_ptr, visible_ptr, tail_ptr, item, rows, batch, budget, J, TAIL
+    )
+    if start >= columns * J + tail:
+        return
+    kv, used = load_latents(
+        kv_ptr, selection_ptr + place * budget, start, columns, columns * J + tail, first, visible, origin, sample,
+        batch, J, C, C_PADDED, SLOTS, OPERAND,
+    )  # fmt: skip
+    total = tl.zeros([C_PADDED, SLOTS], tl.float32)
+    for begin in range(0, heads, HEADS):
+        head = begin + tl.arange(0, HEADS)
+        line = item * heads + head
+        q = load_matrix(q_ptr, line, head < heads, C, C_PADDED, OPERAND)
+        out_grad = load_matrix(out_grad_ptr, line, head < heads, C, C_PADDED, OPERAND)
+        norm = tl.load(norm_ptr + line, mask=head < heads, other=0.0)
+        delta = tl.load(delta_ptr + line, mask=head < heads, other=0.0)
+        logits = tl.dot(q, tl.trans(kv), input_precision="ieee") * scale
+        # What columns of unused slots come to is stored nowhere.
+        weights = tl.where(used[None, :], tl.exp2(logits - norm[:, None]), 0.0)
+        weight_grad = tl.dot(out_grad, tl.trans(kv), input_precision="ieee")
+        logit_grad = weights * (weight_grad - delta[:, None]) * (scale * 0.6931471805599453)
+        total = add_product(total, tl.trans(out_grad), weights, SPLIT)
+        total = add_product(total, tl.trans(q), logit_grad, SPLIT)
+    channel = tl.arange(0, C_PADDED)
+    line = here.to(tl.int64) * width + start + tl.arange(0, SLOTS)
+    mask = used[None, :] & (channel < C)[:, None]
+    tl.store(slot_grad_ptr + line[None, :] * C + channel[:, None], total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["from_item", "columns", "rows", "batch", "budget", "tokens"])
+def cell_kernel(
+    selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr, cell_ptr,
+    from_item, columns, rows, batch, budget, tokens,
+    J: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The cell of each of an item's columns, that of the tail included; `NOWHERE` where there is none."""
+    here = tl.program_id(0).to(tl.int64)
+    sample, place, first, visible, origin, filled, tail = load_item(
+        position_ptr, first_ptr, visible_ptr, tail_ptr, from_item + here, rows, batch, budget, J, TAIL
+    )
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        rank, seen = find_pools(selection_ptr + place * budget, column, filled, first, visible)
+        used = seen & ((column < filled) | ((column == filled) & (tail > 0)))
+        cell = tl.where(used, sample * tokens + origin + rank * J, NOWHERE)
+        tl.store(cell_ptr + here * columns + column, cell.to(tl.int32), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["count", "from_item", "columns", "width", "tokens", "batch"])
+def add_kernel(
+    cell_ptr, entry_ptr, slot_grad_ptr, position_ptr, sum_ptr,
+    count, from_item, columns, width, tokens, batch,
+    J: tl.constexpr, J_2: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Add to a cell's tokens what the columns that attend it contribute, the first of them first.
+
+    Cells stand sorted, and with each the column it is of, numbered `item * columns + column`. The program of a cell's
+    first entry goes through all of them.
+    """
+    entry = tl.program_id(0)
+    cell = tl.load(cell_ptr + entry)
+    before = tl.load(cell_ptr + entry - 1, mask=entry > 0, other=NOWHERE)
+    if (cell == NOWHERE) | (cell == before):
+        return
+    j, channel = tl.arange(0, J_2), tl.arange(0, C_PADDED)
+    sample, token = cell // tokens, cell % tokens + j
+    place = sum_ptr + (token.to(tl.int64) * batch + sample)[:, None] * C + channel[None, :]
+    mine = (channel < C)[None, :] & (j < J)[:, None]
+    total = tl.load(place, mask=mine & (token < tokens)[:, None], other=0.0)
+    touched = token < 0
+    here = cell
+    while here == cell:
+        column = tl.load(entry_ptr + entry)
+        item = column // columns
+        line = item * width + column % columns * J + j
+        # All of a pool, and of the tail's cell the tail.
+        seen = token <= tl.load(position_ptr + (from_item + item) // batch)
+        total += tl.load(slot_grad_ptr + line[:, None] * C + channel[None, :], mask=mine & seen[:, None], other=0.0)
+        touched = touched | seen
+        entry += 1
+        here = tl.load(cell_ptr + entry, mask=entry < count, other=NOWHERE)
+    tl.store(place, total, mask=mine & touched[:, None])

@@ -1,0 +1,143 @@
+"""The selection's kernels compiled for the GPUs they are for: what a program takes, and what its machine code does.
+
+`triton.compile` checks no limit: a kernel that asks for more tensor memory than there is becomes an empty `trap`.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+from ahead import MATRIX, MOST_SHARED, MOST_TMEM, Binary, compile_for
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from mcore_dsa.backends import SelectionCounters
+from mcore_dsa.backends.choice import Target, triton_refusal
+from mcore_dsa.backends.triton.select import select_pools
+from mcore_dsa.kernels import compress, scoring, topk
+from mcore_dsa.kpool import PoolLayout
+
+STRIP = {"first_ptr": "*i32", "visible_ptr": "*i32", "order_ptr": "*u32", "peak_ptr": "*u32"}
+SCORE = {"q_ptr": "*bf16", "weights_ptr": "*fp32", "key_ptr": "*bf16", **STRIP}
+SELECT = {**STRIP, "column_ptr": "*i32", "out_ptr": "*i32"}
+COMPRESS = {"key_ptr": "*bf16", "gate_ptr": "*bf16", "ape_ptr": "*fp32", "token_ptr": "*i64", "out_ptr": "*bf16"}
+
+# Registers a thread and programs a multiprocessor at heads x channels: GLM-5.3-Flash's, the greatest, the smallest.
+SHAPES = {
+    90: {(32, 128): (128, 2), (64, 128): (128, 2), (24, 112): (128, 2), (1, 16): (128, 2)},
+    100: {(32, 128): (200, 1), (64, 128): (184, 1), (24, 112): (200, 1), (1, 16): (128, 2)},
+}
+
+
+def check_limits(binary: Binary) -> None:
+    assert binary.stack <= 16
+    assert binary.count("LDL", "STL") <= 8
+    assert binary.shared <= MOST_SHARED
+    assert binary.tmem <= MOST_TMEM
+    assert "trap" not in binary.ptx
+    assert ".ftz" not in binary.ptx
+    # Histograms count in shared memory, where the order of the adds does not matter; nothing else adds as it arrives.
+    assert not re.findall(r"\b(?:atom|red)\.(?!shared)", binary.ptx)
+
+
+def check_roundings(binary: Binary) -> None:
+    """Every operation of fp32 rounds by itself, and to the nearest."""
+    assert not re.findall(r"\bfma\.", binary.ptx)
+    assert not re.findall(r"\b(?:add|sub|mul|div)(?!\.rn)[.a-z]*\.f32\b", binary.ptx)
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "dim"), [(c, *shape) for c, shapes in SHAPES.items() for shape in shapes]
+)
+def test_scores(capability: int, heads: int, dim: int) -> None:
+    assert triton_refusal(Target("cuda", divmod(capability, 10), "3.7.1", (torch.bfloat16,), heads, dim)) == ""
+    options = scoring.options(capability // 10)
+    binary = compile_for(capability, scoring.score_kernel, SCORE, scoring.constants(heads, dim, True), options)
+    registers, programs = SHAPES[capability][heads, dim]
+    check_limits(binary)
+    check_roundings(binary)
+    assert binary.registers <= registers
+    assert binary.programs(options["num_warps"]) >= programs
+    assert binary.count(*MATRIX) > 0
+    assert binary.count({90: "HGMMA", 100: "UTCHMMA"}[capability]) > 0 or heads == 1
+    assert "max.NaN.f32" in binary.ptx
+    # Keys come by asynchronous copies, 16 bytes a lane; narrower ones would be none.
+    assert "cp.async.cg.shared.global" in binary.ptx or heads == 1
+
+
+@pytest.mark.parametrize("capability", SHAPES)
+def test_the_best(capability: int) -> None:
+    constants = {"POOLS": scoring.POOLS, "GROUP": scoring.GROUP, "BLOCK": topk.BLOCK}
+    binary = compile_for(capability, topk.select_kernel, SELECT, constants, topk.OPTIONS)
+    check_limits(binary)
+    assert binary.registers <= 84
+    assert binary.programs(topk.OPTIONS["num_warps"]) >= 6
+
+
+@pytest.mark.parametrize("capability", SHAPES)
+def test_compression(capability: int) -> None:
+    constants: dict[str, Any] = {"DIM": 128, "SIZE": 4, "SERIES": compress._SERIES, "BLOCK": compress.BLOCK}
+    binary = compile_for(capability, compress.compress_kernel, COMPRESS, constants, compress.OPTIONS)
+    check_limits(binary)
+    check_roundings(binary)
+    assert binary.registers <= 80
+    assert "max.NaN.f32" in binary.ptx
+    assert "cvt.rn.bf16" in binary.ptx
+
+
+def test_what_is_looked_for_is_found() -> None:
+    """The same kernels compiled otherwise: fused, and without room for their registers."""
+    constants = scoring.constants(32, 128, True)
+    fused = {**scoring.options(9), "enable_fp_fusion": True}
+    with pytest.raises(AssertionError):
+        check_roundings(compile_for(90, scoring.score_kernel, SCORE, constants, fused))
+    with pytest.raises(AssertionError):
+        check_limits(compile_for(90, scoring.score_kernel, SCORE, constants, {**scoring.options(9), "maxnreg": 96}))
+
+
+class Driver:
+    """Stands where a GPU's driver would: calls are bound and compiled as there, and launched nowhere."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("capability", SHAPES)
+def test_one_binary_whatever_the_size_of_a_call(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows, pools, budgets, documents and strips; also of ones and sixteens, for which Triton would compile anew."""
+    built: dict[str, set[int]] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **options: Any) -> Any:
+        binary = run(self, *args, **{**options, "warmup": True})
+        built.setdefault(self.__name__, set()).add(id(binary))
+        return binary
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(scoring, "device_major", lambda _device: capability // 10)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(capability))
+    for pools, budget, rows, score_bytes in ((700, 1, 5, 1 << 20), (1301, 7, 1, 100_000), (1040, 512, 16, 1 << 24)):
+        layout = PoolLayout.dense(pools, pool_size=1, batch=rows % 2 + 1)
+        position = torch.arange(pools - rows, pools)
+        q, weights = torch.zeros(rows, layout.batch, 32, 128).bfloat16(), torch.zeros(rows, layout.batch, 32)
+        key = torch.zeros(pools, layout.batch, 128).bfloat16()
+        counters, bounds = SelectionCounters(), layout.bounds(position)
+        options: dict[str, Any] = {"budget": budget, "score_bytes": score_bytes, "use_relu": True}
+        select_pools(q, weights, key, layout, bounds, **options, counters=counters)
+        compress.compress_keys(key, key, torch.zeros(1, 128), layout)
+    assert {name: len(binaries) for name, binaries in built.items()} == {
+        "score_kernel": 1,
+        "select_kernel": 1,
+        "compress_kernel": 1,
+    }

@@ -1,0 +1,163 @@
+"""The module with attention cut by rows against attention cut by heads, in the same layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import RanksFailed, megatron_ranks
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from models import POOL, ROWS, TOPK, Run, assert_equal, config, gpt, tokens, train
+from packs import Pack, Pass, assert_close, move, run_dense, run_pack
+from recorder import Recorder
+from test_recompute import WAYS
+
+from mcore_dsa.rows import partition_rows
+from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, ATTEND_SHARD_VARIABLE, PARTITION_VARIABLE
+
+STEPS = 10
+# Lengths that need tails, padding within documents and behind the last.
+PACK = Pack.of(37, 0, 73, 5, 24, multiple=24, behind=1)
+KINDS: dict[str, tuple[Any, Any]] = {"dense": (run_dense, ROWS), "packed": (run_pack, PACK)}
+RECOMPUTE: dict[str, dict[str, Any]] = {"none": {}, **{way: WAYS[way] for way in ("full", "core_attn and mla_up_proj")}}
+
+
+def env(shard: str, word: str, attend_bytes: str = "") -> dict[str, str]:
+    return {PARTITION_VARIABLE: word, ATTEND_SHARD_VARIABLE: shard, ATTEND_BYTES_VARIABLE: attend_bytes}
+
+
+def one_after_the_other(kind: str, words: list[str], options: dict[str, Any]) -> list[Pass]:
+    """A pass by heads, one of weights that rounding has moved, and one by rows for each partition."""
+    run, what = KINDS[kind]
+    passes = []
+    for word, shard, moved in (
+        ("contiguous", "heads", False),
+        ("contiguous", "heads", True),
+        *((word, "rows", False) for word in words),
+    ):
+        # The least that holds an item of all heads leaves the exchange a few rows a piece.
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env(shard, word, "128KiB" if shard == "rows" else "").items():
+                patch.setenv(name, value)
+            torch.manual_seed(1234)
+            model_parallel_cuda_manual_seed(1234)
+            passes.append(run(what, gpt, moved, **options))
+    return passes
+
+
+def compare(rank: int, tp: int, found: list[Pass], words: list[str], where: str) -> None:
+    heads, moved, *of_words = found
+    for word, rows in zip(words, of_words, strict=True):
+        for part in ("loss", "losses_X"):
+            assert_equal(getattr(heads, part), getattr(rows, part), f"{where}, {word}: {part}")
+        assert_close(rows.gradients, heads.gradients, moved.gradients, f"{where}, {word}")
+        # Nothing but the latents' gradients, and what comes before them, is a sum in another order.
+        for name, gradient in heads.gradients.items():
+            if "layers.1" in name and ("linear_proj" in name or "mlp" in name or "linear_q_up" in name):
+                assert torch.equal(rows.gradients[name], gradient), f"{where}, {word}: {name}"
+        kind: Any = "contiguous" if word == "off" else word
+        for whole, own in zip(heads.selections, rows.selections, strict=True):
+            num_rows = whole.shape[1]
+            # Of a pack the work that balances it is not this: there the losses tell.
+            if kind != "balanced" or num_rows == ROWS:
+                partition = partition_rows(kind, num_rows, tp, [ROWS], pool_size=POOL, budget=TOPK // POOL)
+                assert torch.equal(own, whole[:, [row for part in partition.slices(rank % tp) for row in part]])
+        assert rows.recomputed == heads.recomputed
+        assert all(of["selected again"] == 0 for of in rows.recomputed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (3, 1), (4, 1), (2, 2)])
+def test_rows_and_heads_give_equal_losses(tp: int, cp: int, kind: str) -> None:
+    """Every partition; each layout with another way to recompute."""
+    words = ["off", "contiguous", "zigzag", *(["balanced"] if cp == 1 else [])]
+    way = {(2, 1): "none", (3, 1): "full", (4, 1): "core_attn and mla_up_proj", (2, 2): "full"}[tp, cp]
+    found = megatron_ranks(one_after_the_other, tp * cp, kind, words, RECOMPUTE[way], tp=tp, cp=cp, timeout=120)
+    for rank, of_rank in enumerate(found):
+        compare(rank, tp, of_rank, words, f"TP {tp}, CP {cp}, {kind}, {way}, rank {rank}")
+
+
+def moved_gpt(cfg: Any) -> Any:
+    model = gpt(cfg)
+    move(model)
+    return model
+
+
+def train_ten(word: str) -> tuple[Run, Run, Run]:
+    """By heads, by heads of weights that rounding has moved, and by rows."""
+    runs = []
+    for shard, build in (("heads", gpt), ("heads", moved_gpt), ("rows", gpt)):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env(shard, word).items():
+                patch.setenv(name, value)
+            torch.manual_seed(1234)
+            model_parallel_cuda_manual_seed(1234)
+            runs.append(train(build, steps=STEPS))
+    return tuple(runs)
+
+
+def assert_replicas_equal(runs: list[Run]) -> None:
+    """Whole parameters, those that every rank of the group has, are the same on all."""
+    shared = [name for name, value in runs[0].parameters.items() if "norm" in name or "linear_kv_down" in name]
+    assert len(shared) > 4
+    for run in runs[1:]:
+        for name in shared:
+            assert torch.equal(run.parameters[name], runs[0].parameters[name]), name
+
+
+@pytest.mark.parametrize(("tp", "word"), [(2, "zigzag"), (3, "off"), (4, "contiguous")])
+def test_ten_steps(tp: int, word: str) -> None:
+    """The first loss is equal to the last bit; the others are as far apart as rounding takes them."""
+    found = megatron_ranks(train_ten, tp, word, tp=tp)
+    for heads, moved, rows in found:
+        assert heads.losses[0] == rows.losses[0]
+        assert_equal(heads.logits[0], rows.logits[0])
+        assert rows.losses[-1] < 0.9 * rows.losses[0]
+        # What rounding of every weight does, another order of a sum may do: some times as much, for each is one draw.
+        bound = 8 * max(abs(one - other) for one, other in zip(moved.losses, heads.losses, strict=True))
+        assert 0 < bound < 1e-2
+        assert max(abs(one - other) for one, other in zip(rows.losses, heads.losses, strict=True)) <= bound
+    assert_replicas_equal([rows for *_, rows in found])
+
+
+def what_travels() -> set[torch.dtype]:
+    """Dtypes that travel in a training step, sums apart."""
+    model, ids = gpt(config()), tokens()
+    with Recorder() as log:
+        model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
+    return {call.output[0] for call in log.calls if call.name != "all_reduce" and call.output}
+
+
+def test_no_collective_carries_selections() -> None:
+    for shard, word in (("heads", "zigzag"), ("rows", "zigzag"), ("rows", "off")):
+        for dtypes in megatron_ranks(what_travels, 2, tp=2, env=env(shard, word)):
+            # Rows of the indexer travel as bytes, queries and outputs as they are.
+            assert (torch.int32 in dtypes) == (shard == "heads")
+            assert torch.float32 in dtypes
+
+
+def disagree() -> None:
+    model, ids = gpt(config()), tokens()
+    model(ids[:, :-1], None, None)
+
+
+def test_ranks_that_cut_otherwise_are_named_on_every_rank() -> None:
+    envs = [env("rows" if rank == 1 else "heads", "contiguous") for rank in range(3)]
+    with pytest.raises(RanksFailed) as failure:
+        megatron_ranks(disagree, 3, tp=3, env=envs)
+    text = str(failure.value)
+    assert text.count("MCORE_DSA_ATTEND_SHARD") >= 3
+    assert "still ran" not in text
+
+
+def test_an_unknown_cut_is_refused_on_every_rank() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        megatron_ranks(disagree, 2, tp=2, env=env("columns", "contiguous"))
+    assert str(failure.value).count("MCORE_DSA_ATTEND_SHARD is 'columns'; accepted are heads and rows") >= 2
+
+
+def test_the_budget_is_for_all_heads() -> None:
+    """One that holds a row of this rank's heads and none of all is refused before anything is exchanged."""
+    with pytest.raises(RanksFailed) as failure:
+        megatron_ranks(disagree, 2, tp=2, env=env("rows", "contiguous", "32KiB"))
+    assert str(failure.value).count("MCORE_DSA_ATTEND_BYTES is 32768; accepted for this geometry is ") >= 2
+    megatron_ranks(disagree, 2, tp=2, env=env("heads", "contiguous", "32KiB"))
