@@ -133,18 +133,18 @@ def _rank(environment: dict[str, str], arguments: list[str], said: Path, fault: 
 
 
 def in_step(step: int, what: Callable[[], None]) -> None:
-    """Do something in the middle of a step of this rank, between its forward and its update."""
+    """Do something in the middle of a step of this rank, between its backward and its update."""
     from mcore_dsa.train import loop
 
-    forward_backward = loop.Trainer._forward_backward
+    advance = loop.OptimizerParamScheduler.step
 
-    def then(self: loop.Trainer, *args: object, **options: object) -> object:
-        sums = forward_backward(self, *args, **options)
-        if self.step + 1 == step:
+    def then(self: loop.OptimizerParamScheduler, increment: int) -> None:
+        # It is built with a step of 0.
+        if increment and self.num_steps + 1 == step:
             what()
-        return sums
+        advance(self, increment)
 
-    loop.Trainer._forward_backward = then
+    loop.OptimizerParamScheduler.step = then
 
 
 def raises() -> None:

@@ -77,12 +77,12 @@ def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path)
 
     stopped = fault(2, stops)
     assert stopped.statuses == [1] * last + [None]
-    assert re.fullmatch(rf"{waits}silent since step 2 .*", stopped.last_word())
+    assert re.fullmatch(rf"{waits}silent since .*", stopped.last_word())
 
     whose = 0 if ranks == 2 else last
     killed = fault(3, is_killed, of=whose)
     assert sorted(status or 0 for status in killed.statuses) == [-9] + [1] * last
-    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {whose}, silent since step 3 .*", killed.last_word())
+    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {whose}, silent since .*", killed.last_word())
 
     full = fault(3, disk_is_full)
     assert full.statuses == [2] * ranks

@@ -101,7 +101,8 @@ class Watch:
 
     def _run(self) -> None:
         said = False
-        while not self._closed.wait(self._interval):
+        # The first beat at once: a rank that ends soon has begun all the same.
+        while True:
             try:
                 self._tick()
                 failure = self._board.failure()
@@ -114,6 +115,8 @@ class Watch:
                 failure = self.found(f"rank {self._board.rank} has lost the launcher: {text}")
             if failure is not None:
                 self._end(failure)
+                return
+            if self._closed.wait(self._interval):
                 return
 
     def _tick(self) -> None:
