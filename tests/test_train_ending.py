@@ -57,14 +57,14 @@ def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path)
     )
     assert asked.statuses == [75] * ranks
     said = asked.stderr[0].splitlines()
-    assert "mcore_dsa.train: stopped after step 1, with a checkpoint of it in" in said[-1]
+    assert "mcore_dsa.train: stopped after step 1, with a checkpoint in" in said[-1]
     # Without a terminal progress is a line now and then.
     assert "\r" not in asked.stderr[0]
     assert any(line.startswith("train:") and "1/4 [" in line for line in said)
     # rank 0 of the two had its TensorBoard broken.
     assert any("TensorBoard" in line and "goes on without" in line for line in said) == (ranks == 2)
 
-    raised = fault(2, raises)
+    raised = fault(2, raises, "--resume auto")
     assert raised.statuses == [1] * ranks
     assert re.fullmatch(rf"rank {last}: RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
 
@@ -90,6 +90,8 @@ def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path)
 
     start(tiny(run_dir, RUN, "--resume"), ranks)
     assert losses(run_dir) == losses(straight)
+    # Nothing began anew.
+    assert not (tmp_path / "run.1").exists()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -42,6 +42,8 @@ def launched(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], list
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A shell's background jobs, and what they start, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     return launcher, process_ids(launcher, [folder / "0", folder / "1"])
 

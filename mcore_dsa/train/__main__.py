@@ -22,7 +22,7 @@ def main() -> int:
         return run(config, attendance)
     except SystemExit:
         raise
-    # What torch raises where a checkpoint cannot be written is no subclass of Exception.
+    # What torch raises where a checkpoint cannot be read is no subclass of Exception.
     except BaseException as error:
         # Without the end of the interpreter, which takes down a process group in any order.
         os._exit(attendance.failed(error))

@@ -137,7 +137,7 @@ class Attendance:
 def _comes_of_another_rank(error: BaseException) -> bool:
     """Whether this is what a collective says when a rank at its other end is gone, or its time is up.
 
-    Or a checkpoint that could not be written, whose reasons rank 0 alone knows.
+    Or a checkpoint that could not be read, whose reasons rank 0 alone knows.
     """
     return getattr(error, "failures", None) == {} or any(
         isinstance(cause, dist.DistError) or "gloo/" in str(cause) for cause in causes(error)

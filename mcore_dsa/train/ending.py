@@ -44,10 +44,10 @@ class Status(IntEnum):
 
 
 class Stopped(Exception):
-    """A signal, to any rank, asked for the end, and the step that was running is done."""
+    """A signal, to any rank, asked for the end, and the step that was running is done and saved."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped after step {step}")
+    def __init__(self, after: str) -> None:
+        super().__init__(f"stopped after {after}")
 
 
 class StopRequest:
@@ -116,7 +116,7 @@ def sentences_of(error: BaseException) -> tuple[list[str], Status]:
             return [f"{cause.filename or 'a file'}: {cause.strerror}"], Status.REFUSED
     if failures := getattr(error, "failures", None):
         told = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures.items())
-        return [f"the checkpoint cannot be written: {told}"], Status.REFUSED
+        return [f"the checkpoint cannot be read: {told}"], Status.REFUSED
     text = " ".join(str(error).split())
     place = _place_of(error)
     return [f"{type(error).__name__}{place}{f': {text}' if text else ''}"], Status.FAILED

@@ -131,7 +131,7 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
 
     Raises: ValueError where the ranks do not agree on the run, another job owns its folder, or the checkpoint to resume
         is not whole or of another run; RuntimeError where a gradient, or a weight to be stored, is not finite;
-        `Stopped` when a checkpoint of the last step stands.
+        `Stopped` once the step is done and saved in which a rank was asked to stop.
     """
     attendance = attendance or Attendance()
     parallel = job.config.parallel
@@ -202,7 +202,7 @@ def run(config: JobConfig, attendance: Attendance) -> Status:
         attendance.close()
     if isinstance(ended, Stopped):
         if first:
-            print(f"mcore_dsa.train: {ended}, with a checkpoint of it in {config.run_dir}", file=sys.stderr)
+            print(f"mcore_dsa.train: {ended}, with a checkpoint in {config.run_dir}", file=sys.stderr)
         return Status.STOPPED
     if first:
         print(ended.as_json(), flush=True)
@@ -272,7 +272,8 @@ def _run_steps(
                 spare = start.folder if start is not None and config.compare_unsharded else None
                 save_checkpoint(trainer, run_dir.path, job.corpus.digest, spare=spare)
             if stopped:
-                raise Stopped(trainer.step)
+                done_last = f"step {trainer.step}"
+                raise Stopped(done_last if run_dir is not None else f"{done_last} of the comparison")
     return _Result(
         losses=[report.loss for report in reports],
         seconds=sum(report.seconds for report in reports),
