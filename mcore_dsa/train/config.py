@@ -359,7 +359,9 @@ def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
     try:
         values = parser.instantiate(parser.parse_args(arguments))
     except (argparse.ArgumentError, ValueError, TypeError, RuntimeError) as error:
+        # What jsonargparse makes of a mapping in place of a list names nothing.
+        what = "the configuration cannot be read: " if isinstance(error, RuntimeError) else ""
         # A value may be as long as its file.
-        raise ValueError(" ".join(str(error).split())[:500]) from error
+        raise ValueError(what + " ".join(str(error).split())[:500]) from error
     del values["config"], values["debug"]
     return JobConfig(**dict(values.items(branches=False)))
