@@ -20,6 +20,7 @@ from mcore_dsa import DsaGeometry, DsaTpPlan
 from mcore_dsa.binding import verify
 from mcore_dsa.checkpoint import absorb_up_projections, load_attention, merge_attention
 from mcore_dsa.cli import main
+from mcore_dsa.files import DIGESTS
 from mcore_dsa.hf_config import read_hf_config
 
 ROOT = Path(__file__).parents[1]
