@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 test soak fuzz train: export TORCHDYNAMO_DISABLE := 1
 
 train: $(INSTALLED)
-	SKYRL_DSA_INDEXER_TP_SHARD=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	SKYRL_DSA_INDEXER_TP_SHARD=1 $(BIN)/python -m mcore_dsa.train.launch --standalone --nproc-per-node 2 \
 		-m mcore_dsa.train --config configs/tiny_tp2.yaml $(ARGS)
 
 test: $(INSTALLED)

@@ -20,6 +20,7 @@ from mcore_dsa import DsaGeometry, DsaTpPlan
 from mcore_dsa.binding import verify
 from mcore_dsa.checkpoint import absorb_up_projections, load_attention, merge_attention
 from mcore_dsa.cli import main
+from mcore_dsa.files import DIGESTS
 from mcore_dsa.hf_config import read_hf_config
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +64,7 @@ def _joined(header: Any, data: bytes) -> bytes:
 @st.composite
 def changed_file(draw: st.DrawFn, name: str, data: bytes) -> bytes:
     """A file with its structure or its bytes changed."""
-    if draw(st.integers(0, 2)) == 0:
+    if draw(st.integers(0, 2)) == 0 or name == DIGESTS:
         return draw(changed_bytes(data))
     if name.endswith(".json"):
         return json.dumps(draw(changed_tree(json.loads(data)))).encode()
@@ -204,16 +205,15 @@ def _job(case: tuple[bytes, int]) -> None:
     from mcore_dsa.train.model import transformer_config
 
     text, ranks = case
-    status, config = 0, None
-    with scratch() as folder, contextlib.redirect_stderr(io.StringIO()) as err:
+    refused = ""
+    with scratch() as folder:
         (folder / "run.yaml").write_bytes(text)
         try:
             config = parse_config(["--config", str(folder / "run.yaml")])
-        except SystemExit as end:
-            status = end.code  # type: ignore[assignment]
-    if config is None:
-        assert status == 2
-        assert err.getvalue().strip()
+        except ValueError as error:
+            refused = str(error)
+    if refused:
+        assert "\n" not in refused
         return
     faults = faults_of(config, ranks)
     assert all(isinstance(fault, str) and "; accepted" in fault for fault in faults)

@@ -1,5 +1,7 @@
 """The training job's command line, and the runs that are refused before they start."""
 
+import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,20 +40,67 @@ def test_every_configuration_states_a_whole_run(path: Path) -> None:
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_a_bad_command_line_names_the_field(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
+def test_a_bad_command_line_names_the_field_in_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
         parse_config(["--config", str(ROOT / "configs/tiny_tp2.yaml"), *arguments])
-    assert message in capsys.readouterr().err
+    assert "\n" not in str(refused.value)
 
 
-def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
     lines = (ROOT / "configs/tiny_tp2.yaml").read_text().splitlines()
     (tmp_path / "run.yaml").write_text("\n".join(line for line in lines if "kv_lora_rank" not in line))
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(ValueError, match=r"model\.kv_lora_rank"):
         parse_config(["--config", str(tmp_path / "run.yaml")])
-    assert "model.kv_lora_rank" in capsys.readouterr().err
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join(10 * [f'*a{n - 1}'])}]\n" for n in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b"run_dir: caf\xe9", "a file in UTF-8, which byte 0xe9 at 12 is not"),
+        (b"data: &a [*a]", "line 1 has the alias *a; accepted is YAML that writes out every value"),
+        (LAUGHS.encode(), "line 2 has the alias *a0; accepted is"),
+        (b"data: " + b"[" * 20_000, "exceeded maximum nesting depth"),
+        (b"data: [" + b"x," * 200_000 + b"]", "of 400008 bytes; accepted are at most 262144"),
+        (b"training: {steps: " + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
+        (b"&a {model: *a}", "the alias *a"),
+        (b"\0", "control characters are not allowed"),
+        (b"[1, 2]", "Unexpected config"),
+        (b"", "Unexpected config"),
+    ],
+)
+def test_a_hostile_file_is_refused_in_a_line_that_names_it(text: bytes, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as refused:
+        parse_config(["--config", str(path)])
+    assert fault in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) <= 500
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nowhere")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ValueError, match=f"config is '{path}'; accepted is a regular file"):
+            parse_config(["--config", str(path)])
+    with pytest.raises(ValueError, match="accepted is a file that can be read: No such file"):
+        parse_config(["--config", str(tmp_path / "link")])
+    with pytest.raises(ValueError, match=r"line 1 has the alias \*a"):
+        parse_config(["--config", "{data: &a [*a]}"])
+
+
+def test_a_run_shorter_than_its_warm_up_ends_in_it(tmp_path: Path) -> None:
+    whole = ["--config", str(ROOT / "configs/tiny_tp2.yaml"), "--run_dir", str(tmp_path)]
+    short = parse_config([*whole, "--training.steps", "4"])
+    assert (short.training.warmup_steps, short.training.lr_decay_steps) == (10, 11)
+    assert faults_of(short, 2) == []
+    assert parse_config(whole).training.lr_decay_steps == 100
 
 
 @pytest.mark.parametrize(
@@ -152,9 +201,16 @@ def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         (f"{HYBRID}='D-DE'", 2, "'D-DE'; accepted with model.num_moe_experts null is one without 'E'"),
         (f"{MOE} {HYBRID}='D-D-'", 2, "'D-D-'; accepted with model.num_moe_experts given is one with 'E'"),
         ("--training.min_lr 1", 2, "training.min_lr is 1.0; accepted is at most training.lr"),
-        ("--training.warmup_steps 4", 2, "training.warmup_steps is 4; accepted is less than the 4 steps"),
+        ("--training.warmup_steps 4", 2, "training.warmup_steps is 4; accepted is less than training.decay_steps, 4"),
+        ("--training.steps 100000000", 2, "training.steps is 100000000; accepted is an integer < 100000000"),
+        ("--training.lr inf", 2, "training.lr is inf; accepted is a finite number"),
+        ("--model.moe_aux_loss_coeff inf", 2, "model.moe_aux_loss_coeff is inf; accepted is a finite number"),
+        ("--model.num_layers 1000000000000", 2, "model.num_layers is 1000000000000; accepted is an integer <"),
+        ("--data ''", 2, "data has ''; accepted are names of files and folders"),
+        ("--run_dir ' '", 2, "run_dir has ' '; accepted are names of files and folders"),
+        ("--waiting.end_after_s 1", 2, "waiting.end_after_s is 1.0; accepted is at least waiting.say_after_s, 30.0"),
         ("--model.hidden_dropout 1", 2, "model.hidden_dropout is 1.0; accepted is a number in [0, 1)"),
-        ("--training.seed 2147483648", 2, "training.seed is 2147483648; accepted is an integer in [0, 2**31)"),
+        ("--training.seed 2147483648", 2, "training.seed is 2147483648; accepted is an integer < 2147483648"),
         (
             "--compare-unsharded --parallel.tensor 1",
             1,

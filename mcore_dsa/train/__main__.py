@@ -5,18 +5,27 @@ import os
 import sys
 import warnings
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
+from mcore_dsa.train.attendance import Attendance
 from mcore_dsa.train.config import parse_config
 
 
 def main() -> int:
     """Parse the command line and train; a bad command line ends here, before Megatron is imported."""
-    config = parse_config()
-    _quieten()
-    from mcore_dsa.train.job import run
+    attendance = Attendance(debug="--debug" in sys.argv[1:])
+    try:
+        attendance.begin()
+        config = parse_config()
+        attendance.wait_for(say_after_s=config.waiting.say_after_s, end_after_s=config.waiting.end_after_s)
+        _quieten()
+        from mcore_dsa.train.job import run
 
-    return run(config)
+        return run(config, attendance)
+    except SystemExit:
+        raise
+    # What torch raises where a checkpoint cannot be read is no subclass of Exception.
+    except BaseException as error:
+        # Without the end of the interpreter, which takes down a process group in any order.
+        os._exit(attendance.failed(error))
 
 
 def _quieten() -> None:
@@ -33,4 +42,4 @@ def _quieten() -> None:
 
 # Guarded, because a distributed checkpoint may start a process that imports this module again.
 if __name__ == "__main__":
-    sys.exit(record(main)())
+    sys.exit(main())

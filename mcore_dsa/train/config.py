@@ -6,6 +6,7 @@ repeated without this source; a missing field is an error that names it, and rea
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,8 @@ from jsonargparse import ActionYesNo, ArgumentParser
 # To mypy these are Any. An alias of int behind TYPE_CHECKING would not do: jsonargparse would find it
 # and check by it.
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mcore_dsa.train.plain_yaml import PLAIN_YAML, ConfigFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ class TrainingConfig:
         recompute: activations to recompute in the backward pass, none, the core attention's (selective) or all (full).
         lr: learning rate after the warm-up.
         min_lr: learning rate at the end of the decay.
-        warmup_steps: steps of linear warm-up from 0.
+        warmup_steps: steps of linear warm-up from 0; a run of fewer steps ends in it.
         decay_steps: step at which the decay ends, null for the last one.
         decay_style: shape of the decay.
         weight_decay: decoupled weight decay of matrices.
@@ -136,8 +139,8 @@ class TrainingConfig:
 
     @property
     def lr_decay_steps(self) -> int:
-        """The step at which the decay ends."""
-        return int(self.steps if self.decay_steps is None else self.decay_steps)
+        """The step at which the decay ends; of a run that is shorter than its warm-up, the one after that."""
+        return int(max(self.steps, self.warmup_steps + 1) if self.decay_steps is None else self.decay_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,19 @@ class CheckpointConfig:
 
     save_every: NonNegativeInt
     keep: PositiveInt | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingConfig:
+    """What a rank does while another one does not come to a collective.
+
+    Attributes:
+        say_after_s: seconds after which it says so, with the rank that it waits for.
+        end_after_s: seconds after which the run ends with that, if no rank has moved meanwhile.
+    """
+
+    say_after_s: PositiveFloat
+    end_after_s: PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +241,7 @@ class JobConfig:
     training: TrainingConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    waiting: WaitingConfig
     logging: LoggingConfig
 
     @property
@@ -251,11 +268,14 @@ class JobConfig:
 def build_parser() -> ArgumentParser:
     """The command line: `--config FILE` and an option for every field."""
     parser = ArgumentParser(
+        exit_on_error=False,
+        parser_mode=PLAIN_YAML,
         prog="python -m mcore_dsa.train",
         usage="torchrun ... -m mcore_dsa.train --config FILE [--FIELD VALUE ...]",
         description="Train a Megatron model with k-pool DSA. Every field of the file can be overridden by an option.",
     )
-    parser.add_argument("--config", action="config", help="YAML file that states the run; later options override it.")
+    parser.add_argument("--config", action=ConfigFile, help="YAML file that states the run; later options override it.")
+    parser.add_argument("--debug", action="store_true", help="Show where a refusal was raised.")
     parser.add_argument("--run_dir", type=str, required=True, help="Folder of everything that the run writes.")
     parser.add_argument(
         "--data",
@@ -304,6 +324,7 @@ _GROUPS = {
     "training": TrainingConfig,
     "evaluation": EvaluationConfig,
     "checkpoint": CheckpointConfig,
+    "waiting": WaitingConfig,
     "logging": LoggingConfig,
 }
 
@@ -327,16 +348,20 @@ def _add_resuming(parser: ArgumentParser) -> None:
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
-    """The run that a command line asks for; a bad one ends the process with status 2 and the field's name.
+    """The run that a command line asks for.
 
     Args:
         arguments: the command line without the program's name, by default this process's own.
+
+    Raises: ValueError in one line with the field's name, SystemExit for `--help`.
     """
     parser = build_parser()
     try:
         values = parser.instantiate(parser.parse_args(arguments))
-    except (RuntimeError, ValueError) as error:
-        # What jsonargparse makes of a mapping in place of a list, and of a file that is not UTF-8.
-        parser.error(f"the configuration cannot be read: {error}")
-    del values["config"]
+    except (argparse.ArgumentError, ValueError, TypeError, RuntimeError) as error:
+        # What jsonargparse makes of a mapping in place of a list names nothing.
+        what = "the configuration cannot be read: " if isinstance(error, RuntimeError) else ""
+        # A value may be as long as its file.
+        raise ValueError(what + " ".join(str(error).split())[:500]) from error
+    del values["config"], values["debug"]
     return JobConfig(**dict(values.items(branches=False)))

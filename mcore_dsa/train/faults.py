@@ -6,7 +6,6 @@ Limits of a single field are in its type; what the attention accepts is up to it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +15,8 @@ from mcore_dsa.train.config import JobConfig
 
 def faults_of(config: JobConfig, world_size: int) -> list[str]:
     """One line for each value that cannot run on `world_size` ranks."""
+    if faults := [*_number_faults(asdict(config)), *_path_faults(config)]:
+        return faults
     if world_size % config.model_ranks:
         return [
             f"the number of ranks is {world_size}; accepted is a multiple of parallel.tensor * parallel.pipeline * "
@@ -29,7 +30,40 @@ def faults_of(config: JobConfig, world_size: int) -> list[str]:
         *_pack_faults(config),
         *_schedule_faults(config),
         *_job_faults(config),
-        *_infinities(asdict(config)),
+    ]
+
+
+def _number_faults(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """What no arithmetic with the configuration survives, or would loop over for good."""
+    faults = []
+    for key, value in values.items():
+        name = prefix + key
+        if isinstance(value, dict):
+            faults += _number_faults(value, f"{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            faults.append(f"{name} is {value}; accepted is a finite number")
+        elif isinstance(value, int) and value >= _BOUNDS.get(name, 2**31):
+            faults.append(f"{name} is {value}; accepted is an integer < {_BOUNDS.get(name, 2**31)}")
+    return faults
+
+
+# Where it is not 2**31. Folders of checkpoints have eight digits.
+_BOUNDS = {"training.steps": 10**8, "max_data_bytes": 2**63}
+
+
+def _path_faults(config: JobConfig) -> list[str]:
+    """Paths that mean the folder that the run was started in, or none."""
+    paths = [
+        ("run_dir", config.run_dir),
+        ("load_hf", config.load_hf),
+        ("tokenizer", config.tokenizer),
+        ("evaluation.data", config.evaluation.data),
+        *(("data", path) for path in config.data),
+    ]
+    return [
+        f"{name} has {path!r}; accepted are names of files and folders"
+        for name, path in paths
+        if path is not None and (not path.strip() or "\0" in path)
     ]
 
 
@@ -170,14 +204,17 @@ def _pack_faults(config: JobConfig) -> list[str]:
 def _schedule_faults(config: JobConfig) -> list[str]:
     model, training = config.model, config.training
     faults = []
-    if training.seed >= 2**31:
-        faults.append(f"training.seed is {training.seed}; accepted is an integer in [0, 2**31)")
     if training.min_lr > training.lr:
         faults.append(f"training.min_lr is {training.min_lr}; accepted is at most training.lr, {training.lr}")
     if training.warmup_steps >= training.lr_decay_steps:
         faults.append(
-            f"training.warmup_steps is {training.warmup_steps}; accepted is less than the "
-            f"{training.lr_decay_steps} steps of the schedule (training.decay_steps, or training.steps if null)"
+            f"training.warmup_steps is {training.warmup_steps}; accepted is less than training.decay_steps, "
+            f"{training.lr_decay_steps}"
+        )
+    if config.waiting.end_after_s < config.waiting.say_after_s:
+        faults.append(
+            f"waiting.end_after_s is {config.waiting.end_after_s}; accepted is at least waiting.say_after_s, "
+            f"{config.waiting.say_after_s}"
         )
     below_one = {
         "model.hidden_dropout": model.hidden_dropout,
@@ -214,14 +251,4 @@ def _watching_faults(config: JobConfig) -> list[str]:
         faults.append(
             f"logging.wandb is {logging.wandb!r}; accepted without wandb is null: pip install 'mcore-dsa[wandb]'"
         )
-    return faults
-
-
-def _infinities(fields: Mapping[str, Any], prefix: str = "") -> list[str]:
-    faults = []
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            faults += _infinities(value, f"{prefix}{name}.")
-        elif isinstance(value, float) and not math.isfinite(value):
-            faults.append(f"{prefix}{name} is {value}; accepted is a finite number")
     return faults

@@ -6,10 +6,12 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,9 +22,11 @@ from megatron.core import parallel_state
 from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
+from mcore_dsa.train.attendance import Attendance
 from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults, save_checkpoint
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
+from mcore_dsa.train.ending import Status, Stopped
 from mcore_dsa.train.faults import faults_of
 from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import StepReport, Trainer
@@ -115,15 +119,21 @@ def _read(field: str, config: JobConfig, paths: list[str]) -> tuple[Corpus, Wind
     return corpus, samples
 
 
-def train(job: Job) -> Summary:
+def train(job: Job, attendance: Attendance | None = None) -> Summary:
     """Run a job; every rank of the default process group has to call this, and gets the same losses.
 
     A fresh run in the folder of an earlier one sets that one aside under a numbered name, after its own first step:
     whatever is refused leaves the earlier run in its place.
 
+    Args:
+        attendance: what says whether this rank has been asked to stop: the step in which one has is the last on every
+            rank; and is told what begins.
+
     Raises: ValueError where the ranks do not agree on the run, another job owns its folder, or the checkpoint to resume
-        is not whole or of another run; RuntimeError where a gradient, or a weight to be stored, is not finite.
+        is not whole or of another run; RuntimeError where a gradient, or a weight to be stored, is not finite;
+        `Stopped` once the step is done and saved in which a rank was asked to stop.
     """
+    attendance = attendance or Attendance()
     parallel = job.config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -131,6 +141,7 @@ def train(job: Job) -> Summary:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        distributed_timeout_minutes=math.ceil(_timeout(job.config) / timedelta(minutes=1)),
     )
     try:
         _check_agreement(job)
@@ -138,14 +149,15 @@ def train(job: Job) -> Summary:
             start = _start_of(job)
             if start is not None and start.step >= job.config.training.steps:
                 return _nothing_left(job)
-            result = _run_steps(job, start, title="train", run_dir=run_dir)
+            result = _run_steps(job, start, attendance, title="train", run_dir=run_dir)
             identical = None
             if job.config.compare_unsharded:
                 # The first model, in reference cycles, would stay beside the second.
                 gc.collect()
                 with _partition_off():
                     # A loss that is not a number has ended the run, so equal floats have equal bits.
-                    identical = _run_steps(job, start, title="unsharded").losses == result.losses
+                    again = _run_steps(job, start, attendance, title="unsharded")
+                    identical = again.losses == result.losses
     finally:
         parallel_state.destroy_model_parallel()
     training = job.config.training
@@ -165,11 +177,12 @@ def train(job: Job) -> Summary:
     )
 
 
-def run(config: JobConfig) -> int:
+def run(config: JobConfig, attendance: Attendance) -> Status:
     """Train in a process that torchrun started, and print the summary as the last line of rank 0's stdout.
 
-    Returns: the exit status: 0, 1 if unsharded losses were asked for and differ, 2 for a run that cannot start, 130
-    interrupted.
+    Returns: what to end with.
+
+    Raises: as `prepare` and `train`, and ValueError where torchrun did not start the process.
     """
     applied = patches.apply()
     _logger.info(
@@ -177,25 +190,23 @@ def run(config: JobConfig) -> int:
         applied.megatron_version,
         len(applied.replaced),
     )
-    try:
-        if not dist.is_torchelastic_launched():
-            raise ValueError(
-                "the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ..."
-            )
-        job = prepare(config, int(os.environ["WORLD_SIZE"]))
-    except ValueError as error:
-        print(f"mcore_dsa.train: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        with _process_group():
-            summary = train(job)
-            first = dist.get_rank() == 0
-    except KeyboardInterrupt:
-        print("mcore_dsa.train: interrupted", file=sys.stderr)
-        return 130
+    if not dist.is_torchelastic_launched():
+        raise ValueError("the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ...")
+    job = prepare(config, int(os.environ["WORLD_SIZE"]))
+    with _process_group(config):
+        first = dist.get_rank() == 0
+        try:
+            ended: Summary | Stopped = train(job, attendance)
+        except Stopped as stopped:
+            ended = stopped
+        attendance.close()
+    if isinstance(ended, Stopped):
+        if first:
+            print(f"mcore_dsa.train: {ended}, with a checkpoint in {config.run_dir}", file=sys.stderr)
+        return Status.STOPPED
     if first:
-        print(summary.as_json(), flush=True)
-    return 1 if summary.unsharded_losses_bit_identical is False else 0
+        print(ended.as_json(), flush=True)
+    return Status.FAILED if ended.unsharded_losses_bit_identical is False else Status.DONE
 
 
 @dataclass(kw_only=True, eq=False)
@@ -220,12 +231,16 @@ def _start_of(job: Job) -> Checkpoint | None:
     return start
 
 
-def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDir | None = None) -> _Result:
+def _run_steps(
+    job: Job, start: Checkpoint | None, attendance: Attendance, *, title: str, run_dir: RunDir | None = None
+) -> _Result:
     """The steps that are left, with the settings of the moment; what they write goes to `run_dir`, None for nowhere."""
+    attendance.at(f"the start of {title}")
     config, first = job.config, dist.get_rank() == 0
     partition = read_settings().partition.value
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    trainer = Trainer(config, job.samples, device, pretrained=job.pretrained if start is None else None)
+    pretrained = job.pretrained if start is None else None
+    trainer = Trainer(config, job.samples, device, pretrained=pretrained, stop=attendance.stop)
     if start is not None:
         load_checkpoint(trainer, start)
     elif job.pretrained is not None:
@@ -238,6 +253,7 @@ def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDi
     with contextlib.ExitStack() as stack:
         log = None
         while trainer.step < config.training.steps:
+            attendance.at(f"step {trainer.step + 1}")
             report = train_step()
             if trainer.step == done + 1:
                 # No sooner: what only a forward can find leaves an earlier run in its place.
@@ -249,10 +265,15 @@ def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDi
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps
-            if run_dir is not None and (last or (save_every and trainer.step % save_every == 0)):
+            stopped = report.stop and not last
+            if run_dir is not None and (last or stopped or (save_every and trainer.step % save_every == 0)):
+                attendance.at(f"the checkpoint of step {trainer.step}")
                 run_dir.check()
                 spare = start.folder if start is not None and config.compare_unsharded else None
                 save_checkpoint(trainer, run_dir.path, job.corpus.digest, spare=spare)
+            if stopped:
+                done_last = f"step {trainer.step}"
+                raise Stopped(done_last if run_dir is not None else f"{done_last} of the comparison")
     return _Result(
         losses=[report.loss for report in reports],
         seconds=sum(report.seconds for report in reports),
@@ -333,13 +354,19 @@ def _partition_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _process_group() -> Iterator[None]:
-    """The default process group of a process that torchrun started: NCCL where there is CUDA, gloo elsewhere."""
+def _process_group(config: JobConfig) -> Iterator[None]:
+    """The default process group of a process that torchrun started: NCCL where there is CUDA, gloo elsewhere.
+
+    After an error it is left as it is: it is the error that the other ranks are to hear of.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-    finally:
-        # A process that ends with its group alive aborted in 10 of 40 runs over gloo.
-        dist.destroy_process_group()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_timeout(config))
+    yield
+    # A process that ends with its group alive aborted in 10 of 40 runs over gloo.
+    dist.destroy_process_group()
+
+
+def _timeout(config: JobConfig) -> timedelta:
+    """Of collectives: only where whoever waits is not ended, with the reason, before."""
+    return timedelta(seconds=config.waiting.end_after_s) + timedelta(minutes=1)

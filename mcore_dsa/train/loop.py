@@ -35,6 +35,7 @@ class StepReport:
         loss: mean over the counted tokens of the global batch, before the step's update.
         learning_rate: of the step's update.
         gradient_norm: before clipping.
+        stop: whether any rank was asked to stop before the end of the step.
         seconds: wall time of the step.
         indexer_seconds: of them, in projections and selection of the indexers on this rank; on CUDA the time it took
             to launch them.
@@ -49,6 +50,7 @@ class StepReport:
     loss: float
     learning_rate: float
     gradient_norm: float
+    stop: bool
     seconds: float
     indexer_seconds: float
     counts: tuple[RankCounts, ...]
@@ -62,6 +64,7 @@ class Trainer:
 
     Megatron's groups have to exist; its random states are seeded here. Equal arguments on equal groups give equal
     weights and, step by step, equal losses to the last bit. `pretrained` replaces the attention's initial weights.
+    `stop` says whether this rank has been asked to stop; it is asked at the end of each step.
 
     Attributes:
         step: steps done.
@@ -77,8 +80,10 @@ class Trainer:
         device: torch.device,
         *,
         pretrained: CheckpointBinding | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
+        self._stop = stop
         self.step = 0
         self._samples = samples
         self._device = device
@@ -112,7 +117,7 @@ class Trainer:
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
-        loss = _mean_over_batch(sums, self._device)
+        loss, stopped = _over_all_ranks(sums, self._device, stop=self._stop())
         self.step += 1
         own = RankCounts.so_far(self._attentions).since(before)
         counts = own.of_all_ranks(self._device)
@@ -121,6 +126,7 @@ class Trainer:
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups),
             gradient_norm=float(gradient_norm),
+            stop=stopped,
             seconds=time.perf_counter() - started,
             indexer_seconds=1e-6 * own.indexer_us,
             counts=counts,
@@ -138,7 +144,7 @@ class Trainer:
         sums = self._run_schedule(samples, 0, count, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        return _mean_over_batch(sums, self._device)
+        return _over_all_ranks(sums, self._device)[0]
 
     def next_loss(self) -> float:
         """The loss of the samples that come next, forward and backward, without an update.
@@ -153,7 +159,7 @@ class Trainer:
         count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
         first = self.step * self.config.training.global_batch_size
         sums = self._run_schedule(self._samples, first, count, forward_only=False)
-        return _mean_over_batch(sums, self._device)
+        return _over_all_ranks(sums, self._device)[0]
 
     def named_chunks(self) -> list[tuple[str, Any]]:
         """This rank's model chunks without their wrappers, by the names they have in a checkpoint."""
@@ -251,13 +257,16 @@ def _loss(loss_BL: Tensor, *, is_counted_BL: Tensor) -> tuple[Tensor, Tensor, Te
     return total, tokens, torch.stack([total.detach().double(), tokens.double()])
 
 
-def _mean_over_batch(sums: list[Tensor], device: torch.device) -> float:
-    """The mean over the tokens of all micro batches and ranks, from the last pipeline stage to every rank."""
-    total = torch.stack(sums).sum(dim=0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    loss, tokens = total.tolist()
+def _over_all_ranks(sums: list[Tensor], device: torch.device, *, stop: bool = False) -> tuple[float, bool]:
+    """On every rank the mean over the tokens of all micro batches and ranks, and whether any rank says `stop`.
+
+    In one reduction over all ranks, where tensor-parallel ranks hold equal sums, and pipeline stages but the last none.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    if sums and parallel_state.get_tensor_model_parallel_rank() == 0:
+        total[:2] = torch.stack(sums).sum(dim=0)
+    total[2] = stop
+    dist.all_reduce(total)
+    loss, tokens, stops = total.tolist()
     # A batch of documents of one token predicts nothing.
-    return float(loss / max(tokens, 1.0))
+    return loss / max(tokens, 1.0), stops > 0

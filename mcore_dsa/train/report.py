@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from tqdm import tqdm
 
@@ -19,6 +20,9 @@ from mcore_dsa.train.run_dir import METRICS, set_aside
 from mcore_dsa.train.sinks import Sinks
 
 _logger = logging.getLogger(__name__)
+
+# Between two lines of progress where there is no terminal.
+_LINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,9 @@ class RunLog:
             desc=title,
             unit="step",
             disable=not config.logging.progress,
-            mininterval=0.5,
+            # A file gets a line now and then.
+            file=None if sys.stderr.isatty() else _Lines(sys.stderr),
+            mininterval=0.5 if sys.stderr.isatty() else _LINE_EVERY_S,
         )
         self._metrics = None
         self._sinks: Sinks | None = None
@@ -136,6 +142,24 @@ class RunLog:
             self._metrics.close()
         if self._sinks is not None:
             self._sinks.close()
+
+
+class _Lines:
+    """A stream on which a progress bar is a line each time that it is drawn."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what there is between carriage returns, each on a line of its own."""
+        for line in text.split("\r"):
+            if line.strip():
+                self._stream.write(f"{line.strip()}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """As the stream."""
+        self._stream.flush()
 
 
 def _drop_steps_after(metrics: Path, step: int) -> None:
