@@ -1,5 +1,6 @@
 """What `make fuzz` has found, each with the answer that it has to get."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mcore_dsa.megatron.batch import plan_of
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition, partition_rows
 from mcore_dsa.train.config import parse_config
+from mcore_dsa.train.stored import _described
 from mcore_dsa.work import best_partition, selection_work
 
 HUGE = 2**62
@@ -224,6 +226,24 @@ def test_metadata_of_a_record_that_say_something_else_are_refused(tmp_path: Path
     save_file(tensors, tmp_path / "b", {**metadata, field: value})
     with pytest.raises(ValueError, match=rf"^{field} is .* in the file's metadata; accepted"):
         SelectionRecord.load(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("job", "found"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 5000, "is no JSON"),
+        ('{"step": 1, "step": 2}', "is no JSON: step stands there twice"),
+        ("[]", "has step None"),
+        ('{"step": "1", "run": {}, "layout": {}}', "has step '1'"),
+        ('{"step": 1, "run": null, "layout": {}}', "has run None"),
+        ('{"step": 1, "run": {}}', "has layout None"),
+    ],
+)
+def test_a_checkpoint_that_describes_no_run_is_refused_by_its_file(tmp_path: Path, job: str, found: str) -> None:
+    (tmp_path / "job.json").write_text(job)
+    with pytest.raises(ValueError, match=rf"job\.json {re.escape(found)}.*; accepted is"):
+        _described(tmp_path)
 
 
 @pytest.mark.parametrize("odd", [b"data: {x: []}", b"data: [\xff]", b"data: [\0]"])
