@@ -224,7 +224,7 @@ def _described(folder: Path) -> Checkpoint:
         job = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}; accepted is what a run writes there") from error
-    said = {name: job.get(name) if isinstance(job, dict) else None for name in kinds}
+    said: dict[str, Any] = {name: job.get(name) if isinstance(job, dict) else None for name in kinds}
     for name, kind in kinds.items():
         if not isinstance(said[name], kind):
             raise ValueError(f"{path} has {name} {shown(said[name])}; accepted is an object of type {kind.__name__}")
