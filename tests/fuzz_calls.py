@@ -320,7 +320,7 @@ def _session(steps: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 TARGETS = (
-    Target("settings", SETTINGS, _settings, (), 16),
+    Target("settings", SETTINGS, _settings, (), 24),
     Target("layouts", _layout_calls().filter(_is_modest), _layout, REFUSAL, 12),
     Target("plans", _plan_calls().filter(_is_modest), _plan, REFUSAL, 6),
     Target("packs", _packs(), _pack, REFUSAL, 8),

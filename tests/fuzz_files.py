@@ -284,11 +284,11 @@ def _configuration(case: tuple[Any, Any, Any]) -> None:
 
 TARGETS = (
     # A word is a path, of which the system may say that it is not there or too long.
-    Target("configurations", _configurations(), _configuration, (TypeError, *REFUSAL), 10),
-    Target("config files", changed_bytes(CONFIG), _read, REFUSAL, 14),
-    Target("checkpoints", _checkpoints(), _load, REFUSAL, 8),
-    Target("files of ranks", st.deferred(lambda: _changed_files(_ranks())), _merge, (), 2),
-    Target("command lines", _command_lines(), _answer, (), 3),
+    Target("configurations", _configurations(), _configuration, (TypeError, *REFUSAL), 12),
+    Target("config files", changed_bytes(CONFIG), _read, REFUSAL, 20),
+    Target("checkpoints", _checkpoints(), _load, REFUSAL, 5),
+    Target("files of ranks", st.deferred(lambda: _changed_files(_ranks())), _merge, (), 1),
+    Target("command lines", _command_lines(), _answer, (), 2),
     # jsonargparse and Megatron have words of their own.
     Target("jobs", _jobs(), _job, (ValueError,), 1, explains=False),
     Target("ranks", st.deferred(_merges), _merged, (TypeError, ValueError), 4),
