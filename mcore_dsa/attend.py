@@ -18,6 +18,7 @@ from mcore_dsa.collectives import Group
 from mcore_dsa.head_exchange import HeadExchange
 from mcore_dsa.kpool import RowBounds, raise_if_unseen
 from mcore_dsa.plan import SelectionPlan
+from mcore_dsa.ranges import ranged
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,7 @@ class RowCut:
         return cls(exchange, plan.attended_pieces(exchange.piece_rows))
 
 
+@ranged("attention")
 def attend(
     q_SBHC: Tensor,
     kv_LBC: Tensor,
@@ -167,6 +169,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @ranged("attention")
     def backward(ctx: Any, out_grad_SBHC: Tensor) -> tuple[Tensor | None, ...]:
         passes: _Passes = ctx.passes
         q_SBHC, kv_LBC, kept_BOK, *rest = ctx.saved_tensors

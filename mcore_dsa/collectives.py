@@ -9,9 +9,11 @@ the collective would be. All ranks of a group always enter, also those that own 
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_dsa.checks import kind_of
+from mcore_dsa.ranges import named
 from mcore_dsa.rows import RowExchange, RowPartition
 
 type Group = dist.ProcessGroup | None
@@ -28,6 +31,32 @@ type Group = dist.ProcessGroup | None
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # Pieces of a call that have numbers of their own.
 _PIECES = 1 << 16
+
+
+@dataclass
+class Traffic:
+    """What this process has exchanged with others so far: read it twice, as a network card's counters.
+
+    Attributes:
+        seconds: of the host inside collectives, waiting for slower ranks included; on CUDA the time to launch them.
+        received_bytes: of other ranks' rows and selections.
+    """
+
+    seconds: float = 0.0
+    received_bytes: int = 0
+
+
+traffic = Traffic()
+
+
+@contextmanager
+def exchanging(received_bytes: int = 0) -> Iterator[None]:
+    """Around every collective, and every wait for one: what is done inside counts as traffic."""
+    started = time.perf_counter()
+    with named("exchange"):
+        yield
+    traffic.seconds += time.perf_counter() - started
+    traffic.received_bytes += received_bytes
 
 
 def group_size(group: Group) -> int:
@@ -91,7 +120,8 @@ def reduce_rows(x: Tensor, group: Group) -> Tensor:
         return reduced.copy_(x)
     # torch 2.13 renames this one too.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    cast(Callable[..., object], scatter)(reduced, x.contiguous(), group=group)
+    with exchanging((ranks - 1) * reduced.nbytes):
+        cast(Callable[..., object], scatter)(reduced, x.contiguous(), group=group)
     return reduced
 
 
@@ -249,7 +279,8 @@ class SelectionGather:
     def _place(self) -> None:
         piece = self._pending.popleft()
         if piece.work is not None:
-            piece.work.wait()
+            with exchanging():
+                piece.work.wait()
         of_ranks = piece.gathered.unflatten(0, (self._partition.group_size, -1))
         if bool((of_ranks[:, :, -1] != piece.tag).any()):
             numbers = of_ranks[:, 0, -1, 0].tolist()
@@ -308,9 +339,10 @@ def greatest(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device:
     """
     groups = [group for group in groups if group_size(group) > 1]
     words = torch.tensor(values, dtype=torch.int64, device=device if groups else "cpu")
-    for group in groups:
-        dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
-    most: list[int] = words.tolist()
+    with exchanging():
+        for group in groups:
+            dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
+        most: list[int] = words.tolist()
     return most
 
 
@@ -320,7 +352,8 @@ def _all_gather(output: Tensor, shard: Tensor, group: Group, *, wait: bool = Tru
         return None
     # torch 2.13 renames the collective and deprecates the name that 2.11 and 2.12 have.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
+    with exchanging(output.nbytes - shard.nbytes):
+        return cast(Callable[..., dist.Work | None], gather)(output, shard, group=group, async_op=not wait)
 
 
 def all_to_all(
@@ -331,6 +364,7 @@ def all_to_all(
         output.copy_(shard)
         return None
     exchange = cast(Callable[..., dist.Work | None], dist.all_to_all_single)
-    return exchange(
-        output, shard, output_split_sizes=list(received), input_split_sizes=list(sent), group=group, async_op=not wait
-    )
+    others = sum(received) - received[dist.get_rank(group)]
+    sizes = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
+    with exchanging(others * output[:1].nbytes):
+        return exchange(output, shard, **sizes, group=group, async_op=not wait)

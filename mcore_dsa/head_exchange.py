@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_dsa.collectives import Group, all_to_all, greatest, group_rank, group_size
+from mcore_dsa.collectives import Group, all_to_all, exchanging, greatest, group_rank, group_size
 from mcore_dsa.rows import RowPartition
 
 # Copies of a piece that live at most, in backward: queries and gradients of this one, the same of the next, sent and
@@ -152,7 +152,8 @@ class _Moving:
 
     def arrived(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            with exchanging():
+                self.work.wait()
         return self.incoming
 
     def place(self, x_SBHC: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -71,6 +71,20 @@ class Setting[T]:
     reason: str
     fault: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The value for people."""
+        if isinstance(self.value, bool):
+            return "on" if self.value else "off"
+        if isinstance(self.value, int) and self.name.endswith("BYTES"):
+            return bytes_text(self.value)
+        return str(self.value)
+
+    def __str__(self) -> str:
+        """The variable, its value and whether it was set, for a line of the log."""
+        given = "default" if self.raw is None or not self.raw.strip() else f"set to {self.raw!r}"
+        return f"{self.name} {self.shown} ({given})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -100,7 +114,7 @@ class Settings:
     @property
     def faults(self) -> tuple[str, ...]:
         """One line for each variable that is refused, naming it, its value and what is accepted."""
-        return tuple(f"{setting.name} is {setting.fault}" for setting in self._all() if setting.fault)
+        return tuple(f"{setting.name} is {setting.fault}" for setting in self if setting.fault)
 
     def raise_faults(self) -> None:
         """Raise a `ValueError` with every fault, if there is any."""
@@ -113,10 +127,10 @@ class Settings:
         Two spellings of one value are equal. A refused value stands as it was given, so that ranks which refuse
         different values, or of which only one refuses, differ.
         """
-        return {setting.name: setting.fault or str(setting.value) for setting in self._all()}
+        return {setting.name: setting.fault or str(setting.value) for setting in self}
 
-    def _all(self) -> tuple[Setting[Any], ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    def __iter__(self) -> Iterator[Setting[Any]]:
+        return (getattr(self, field.name) for field in fields(self))
 
 
 def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int = 0) -> Settings:
@@ -160,6 +174,15 @@ def _read[T](environ: Mapping[str, str], name: str, parse: Callable[[str], T], a
         fault = f"{raw!r}; accepted are {accepted}"
         return Setting(name=name, value=default, raw=raw, reason=f"default, {name} is refused", fault=fault)
     return Setting(name=name, value=value, raw=raw, reason=f"{name}={raw!r}")
+
+
+def bytes_text(size: int) -> str:
+    """A size as the settings accept it, in the greatest unit that divides it."""
+    for unit in ("GiB", "MiB", "KiB"):
+        count, rest = divmod(size, _BYTE_UNITS[unit.lower()])
+        if count and not rest:
+            return f"{count}{unit}"
+    return f"{size}B"
 
 
 def _parse_bytes(text: str) -> int:

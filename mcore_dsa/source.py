@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_dsa.backends import Backend, SelectionCounters
 from mcore_dsa.collectives import Group, SelectionGather, exchange_rows, gather_rows
 from mcore_dsa.plan import SelectionPlan
+from mcore_dsa.ranges import named
 from mcore_dsa.sharded import select_own_rows
 
 
@@ -103,7 +104,8 @@ class Scored:
         del key_LBD, gate_LBD, keys_TBX
         q_OBHD, weights_OBH = exchange_rows([q_LBHD, weights_LBH], plan.partition, self.group)
         del q_LBHD, weights_LBH
-        pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)
+        with named("compression"):
+            pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)
         return select_own_rows(
             self.backend,
             q_OBHD,

@@ -5,10 +5,11 @@ tokens, and index heads are eight, so that no score is tied by accident.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -284,6 +286,19 @@ def train(
     run.rows = sum(layer.counters.rows for layer in layers)
     run.scored_rows = sum(layer.counters.scored_rows for layer in layers)
     return run
+
+
+def under_each(envs: Sequence[Mapping[str, str]], fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn(*args)` under each environment in turn, with the random states of new ranks, whose start it saves."""
+    values = []
+    for env in envs:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            torch.manual_seed(1234)
+            model_parallel_cuda_manual_seed(1234)
+            values.append(fn(*args))
+    return values
 
 
 def assert_equal(left: Any, right: Any, where: str = "value") -> None:

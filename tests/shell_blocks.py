@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import command, tiny_checkpoint
 from pages import ROOT
-from train_runs import TINY, start
+from train_runs import TINY, start, write_indexed
 
 from mcore_dsa.settings import read_settings
 from mcore_dsa.train.config import JobConfig, parse_config
@@ -68,6 +68,8 @@ def _smaller(asked: JobConfig, options: Sequence[str], folder: Path) -> JobConfi
     packed = {"--training.sequence_length", "--training.micro_batch_size", "--training.global_batch_size"}
     if asked.pack or asked.model.host == "hybrid":
         sizes = {name: value for name, value in sizes.items() if name not in packed | {"--model.num_layers"}}
+    if asked.data == ["PREFIX"]:
+        sizes["--data"] = write_indexed(folder / "ids", [list(range(100))] * 20)
     sizes |= {"--training.steps": str(max(2, asked.training.steps // FEWER)), "--run_dir": str(folder / asked.run_dir)}
     if asked.training.decay_steps is None:
         sizes["--training.decay_steps"] = "null"
@@ -77,13 +79,13 @@ def _smaller(asked: JobConfig, options: Sequence[str], folder: Path) -> JobConfi
 
 
 def _mcore_dsa(words: Sequence[str], folder: Path) -> None:
-    """`DIR` is a checkpoint; what else is in capitals are new names."""
+    """`DIR` is a checkpoint; what else is in capitals are new names, and what an earlier command left is found."""
     if not (folder / "checkpoint").exists():
         tiny_checkpoint(folder)
     places = {"DIR": "checkpoint", "config.json": "checkpoint/config.json"}
     found = []
     for word in words:
-        is_path = word in places or re.fullmatch(r"[A-Z]+[0-9]?", word)
+        is_path = word in places or re.fullmatch(r"[A-Z]+[0-9]?", word) or (folder / word).exists()
         found.append(str(folder / places.get(word, word)) if is_path else word)
     if "--tp" in found:
         # The tiny model has four heads.

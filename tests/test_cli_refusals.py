@@ -116,8 +116,8 @@ COUNT = "accepted is an integer >= 1, of at most 18 digits"
 @pytest.mark.parametrize(
     ("words", "usage", "message"),
     [
-        ([], "mcore-dsa {plan,verify,convert}", "plan,verify,convert"),
-        (["frobnicate"], "mcore-dsa {plan,verify,convert}", "frobnicate"),
+        ([], "mcore-dsa {plan,verify,convert,doctor,report}", "plan,verify,convert"),
+        (["frobnicate"], "mcore-dsa {plan,verify,convert,doctor,report}", "frobnicate"),
         (["convert"], "mcore-dsa convert {hf2mcore,mcore2hf}", "hf2mcore,mcore2hf"),
         (["convert", "hf2hf"], "mcore-dsa convert {hf2mcore,mcore2hf}", "'hf2hf'"),
         (["convert", "hf2mcore", "source"], "mcore-dsa convert hf2mcore", "required: target, tp"),

@@ -5,13 +5,14 @@ model two layouts differ by the rounding of their projections and of sums over r
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import megatron_ranks, run_ranks
-from models import OFF, POOL, ROWS, assert_equal, gpt
+from models import OFF, POOL, ROWS, assert_equal, gpt, under_each
 from packs import Pack, Pass, assert_close, assert_same_or_near_tie, run_dense, run_pack
 from torch import Tensor
 
@@ -115,7 +116,7 @@ def test_every_layout_selects_what_one_rank_does(tp: int, cp: int) -> None:
 
 
 # Of a part of a pack's rows the selections, where they stand among all rows.
-def placed(passes: list[Pass], number: int, tokens: int) -> Tensor:
+def placed(passes: Sequence[Pass], number: int, tokens: int) -> Tensor:
     """One layer's selection of every token, of the passes of all context-parallel ranks."""
     whole_BTK = passes[0].selections[number].new_full((passes[0].selections[number].shape[0], tokens, TOPK), -7)
     for one in passes:
@@ -141,9 +142,10 @@ def one_rank(kind: str, host: Any = gpt) -> tuple[Pass, Pass]:
 def test_a_model_is_one_ranks_but_for_rounding(tp: int, cp: int, kind: str) -> None:
     (one, moved), (run, what) = one_rank(kind), KINDS_OF_INPUT[kind]
     tokens = what.tokens if kind == "packed" else what
-    off = megatron_ranks(run, tp * cp, what, tp=tp, cp=cp, env=OFF)
-    for word in ("1", "zigzag") if tp > 1 else ("1",):
-        on = megatron_ranks(run, tp * cp, what, tp=tp, cp=cp, env={PARTITION_VARIABLE: word})
+    words = ("1", "zigzag") if tp > 1 else ("1",)
+    envs = [OFF, *({PARTITION_VARIABLE: word} for word in words)]
+    off, *others = zip(*megatron_ranks(under_each, tp * cp, envs, run, what, tp=tp, cp=cp), strict=True)
+    for word, on in zip(words, others, strict=True):
         for left, right in zip(off, on, strict=True):
             for part in ("loss", "losses_X", "selections", "gradients"):
                 assert_equal(getattr(left, part), getattr(right, part), f"{word}: {part}")

@@ -15,6 +15,7 @@ ORDER = (
     "settings",
     "hf_config",
     "geometry",
+    "ranges",
     "precision",
     "eager",
     "checks",

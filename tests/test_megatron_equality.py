@@ -1,5 +1,7 @@
 """Flag off against flag on, in the same layout: equal to the last bit in everything that training produces."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,8 +9,6 @@ import torch
 from harness import megatron_ranks
 from models import (
     BATCH,
-    OFF,
-    ON,
     POOL,
     ROWS,
     TOPK,
@@ -19,6 +19,7 @@ from models import (
     gpt,
     taken_selections,
     train,
+    under_each,
 )
 
 from mcore_dsa.settings import PARTITION_VARIABLE
@@ -32,7 +33,12 @@ def train_ten(options: dict[str, Any]) -> Run:
     return train(steps=STEPS, **options)
 
 
-def assert_same_training(off: list[Run], on: list[Run], partition: str) -> None:
+def trained(partitions: tuple[str, ...], steps: int, options: dict[str, Any]) -> list[Run]:
+    envs = [{PARTITION_VARIABLE: word} for word in ("off", *partitions)]
+    return under_each(envs, partial(train, steps=steps, **options))
+
+
+def assert_same_training(off: Sequence[Run], on: Sequence[Run], partition: str) -> None:
     for rank, (left, right) in enumerate(zip(off, on, strict=True)):
         assert (left.partition, right.partition) == ("off", partition)
         for part in ("selections", "logits", "losses", "gradients", "parameters"):
@@ -61,21 +67,19 @@ def shapes(index_heads: int) -> list[list[Any]]:
 
 @pytest.mark.parametrize("index_heads", [1, 8])
 def test_any_rows_and_batch_are_bit_identical_in_every_partition(index_heads: int) -> None:
-    off, *others = (
-        megatron_ranks(shapes, 3, index_heads, tp=3, env={PARTITION_VARIABLE: word}) for word in ("off", *PARTITIONS)
-    )
-    for partition, on in zip(PARTITIONS, others, strict=True):
-        for rank in range(3):
-            for shape, left, right in zip(SHAPES, off[rank], on[rank], strict=True):
+    envs = [{PARTITION_VARIABLE: word} for word in ("off", *PARTITIONS)]
+    for rank, (off, *others) in enumerate(megatron_ranks(under_each, 3, envs, shapes, index_heads, tp=3)):
+        for partition, on in zip(PARTITIONS, others, strict=True):
+            for shape, left, right in zip(SHAPES, off, on, strict=True):
                 assert_equal(left, right, f"{partition}, rank {rank}, rows and batch {shape}")
 
 
-def assert_worth_comparing(runs: list[Run], tp: int) -> None:
+def assert_worth_comparing(runs: Sequence[Run], tp: int, steps: int = STEPS) -> None:
     """Rows drop pools, and others as weights move; ranks of a group select the same, other data otherwise."""
     for run in runs:
         assert run.losses[-1] < 0.9 * run.losses[0]
-        assert len(run.selections) == LAYERS * (STEPS + 2)
-        assert len(run.gradients) == STEPS
+        assert len(run.selections) == LAYERS * (steps + 2)
+        assert len(run.gradients) == steps
         assert run.selections[0].shape == (BATCH, ROWS, TOPK // POOL)
         assert bool((run.selections[0][:, -1] != torch.arange(TOPK // POOL)).any())
         assert not torch.equal(run.selections[0], run.selections[-LAYERS])
@@ -86,16 +90,17 @@ def assert_worth_comparing(runs: list[Run], tp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "partitions"),
-    [(2, 2, PARTITIONS), (3, 3, ("balanced",)), (4, 4, ("zigzag",)), (4, 2, ("contiguous",))],
+    ("world", "tp", "steps", "partitions"),
+    [(2, 2, STEPS, PARTITIONS), (3, 3, 5, ("balanced",)), (4, 4, 5, ("zigzag",)), (4, 2, 5, ("contiguous",))],
     ids=["tp2", "tp3", "tp4", "tp2dp2"],
 )
-def test_flag_on_trains_bit_identically_to_flag_off(world: int, tp: int, partitions: tuple[str, ...]) -> None:
-    off = megatron_ranks(train_ten, world, {}, tp=tp, env=OFF)
-    assert_worth_comparing(off, tp)
-    assert {run.rows for run in off} == {LAYERS * (STEPS + 2) * BATCH * ROWS}
-    for partition in partitions:
-        on = megatron_ranks(train_ten, world, {}, tp=tp, env={PARTITION_VARIABLE: partition})
+def test_flag_on_trains_bit_identically_to_flag_off(
+    world: int, tp: int, steps: int, partitions: tuple[str, ...]
+) -> None:
+    off, *others = zip(*megatron_ranks(trained, world, partitions, steps, {}, tp=tp), strict=True)
+    assert_worth_comparing(off, tp, steps)
+    assert {run.rows for run in off} == {LAYERS * (steps + 2) * BATCH * ROWS}
+    for partition, on in zip(partitions, others, strict=True):
         assert_same_training(off, on, partition)
         # Every rank did its part only.
         assert sum(run.rows for run in on[:tp]) == off[0].rows
@@ -106,7 +111,7 @@ def test_flag_on_trains_bit_identically_to_flag_off(world: int, tp: int, partiti
 def test_flag_on_trains_bit_identically_in_bf16() -> None:
     dtype = torch.bfloat16
     options = {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
-    off, on = (megatron_ranks(train_ten, 2, options, tp=2, env=env) for env in (OFF, ON))
+    off, on = zip(*megatron_ranks(trained, 2, ("contiguous",), STEPS, options, tp=2), strict=True)
     assert_worth_comparing(off, 2)
     assert_same_training(off, on, "contiguous")
     attention = "decoder.layers.0.self_attention."

@@ -130,14 +130,19 @@ def test_flag_on_shards_rows_and_gathers_selections(world: int, tp: int) -> None
         if rank > 0:
             assert seen["log"] == []
             continue
-        line, kernels = seen["log"]
-        assert line[0] == kernels[0] == "INFO"
+        line, attends, kernels, others = seen["log"]
+        assert {said[0] for said in seen["log"]} == {"INFO"}
         for part in (str(seen["group"]), "contiguous shard of the rows", f"{PARTITION_VARIABLE}='1'"):
             assert part in line[1]
+        assert attends[1] == (
+            "k-pool DSA attends on each rank its heads of every row (default, MCORE_DSA_ATTEND_SHARD is unset)"
+        )
         assert kernels[1] == (
             "k-pool DSA computes with torch (default, MCORE_DSA_KERNELS is unset; "
             "not triton: device is cpu; accepted is cuda)"
         )
+        for part in ("MCORE_DSA_SCORE_BYTES 256MiB (default)", "MCORE_DSA_OVERLAP on (default)", "_STORE_BYTES 8GiB"):
+            assert part in others[1]
 
 
 def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
@@ -146,7 +151,7 @@ def test_flag_off_gathers_queries_and_scores_every_row_on_every_rank() -> None:
     for rank, seen in enumerate(megatron_ranks(observe, 2, tp=2, env={PARTITION_VARIABLE: None})):
         assert_observed(seen, gathers(own, [0, 1], *queries), range(ROWS))
         if rank == 0:
-            line, _ = seen["log"]
+            line, *_ = seen["log"]
             assert line[0] == "INFO"
             for part in ("[0, 1]", "every rank scores every row", f"default, {PARTITION_VARIABLE} is unset"):
                 assert part in line[1]
@@ -171,12 +176,12 @@ def test_overlap_setting_reaches_the_exchange(word: str, pieces: list[int]) -> N
 def test_flag_on_in_a_group_of_one_warns_once() -> None:
     (seen,) = megatron_ranks(observe, 1, tp=1, env=ON)
     assert seen["while_building"] == ([], [], 0)
-    assert [level for level, _ in seen["log"]] == ["WARNING", "INFO", "INFO"]
+    assert [level for level, _ in seen["log"]] == ["WARNING", *["INFO"] * 4]
     assert f"{PARTITION_VARIABLE} has no effect in a tensor-parallel group of one" in seen["log"][0][1]
     assert "the one rank scores every row" in seen["log"][1][1]
     assert seen["rows"] == [FORWARDS * BATCH * ROWS] * LAYERS
     (off,) = megatron_ranks(observe, 1, tp=1, env=OFF)
-    assert [level for level, _ in off["log"]] == ["INFO", "INFO"]
+    assert [level for level, _ in off["log"]] == ["INFO"] * 4
     assert all(torch.equal(*pair) for pair in zip(seen["selections"], off["selections"], strict=True))
 
 
@@ -273,18 +278,30 @@ DIFFERENT: list[tuple[str, list[dict[str, str | None]], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "envs", "parts"), DIFFERENT, ids=[name for name, _, _ in DIFFERENT])
-def test_ranks_that_disagree_all_raise_before_the_first_selection(
-    fault: str, envs: list[dict[str, str | None]], parts: list[str]
-) -> None:
-    world = len(envs)
-    results = megatron_ranks(attempt, world, fault, tp=world, env=envs, timeout=TIMEOUT_S)
-    for where, said in results:
-        assert where == "forward"
-        assert len(said) == 2
-        for message in said:
-            assert all(part in message for part in parts), message
-    assert len({message for _, said in results for message in said}) == 1
+def attempt_each(faults: list[tuple[str, list[dict[str, str | None]]]]) -> dict[str, tuple[str, list[str]]]:
+    """One after the other, so that none may leave the ranks out of step."""
+    found = {}
+    for fault, envs in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchBackend, "fingerprint", vars(TorchBackend)["fingerprint"])
+            for name, value in envs[dist.get_rank()].items():
+                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+            found[fault] = attempt(fault)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_disagree_all_raise_before_the_first_selection(world: int) -> None:
+    faults = [(fault, envs) for fault, envs, _ in DIFFERENT if len(envs) == world]
+    results = megatron_ranks(attempt_each, world, faults, tp=world, timeout=TIMEOUT_S)
+    for fault, _, parts in DIFFERENT:
+        told = [of_rank[fault] for of_rank in results if fault in of_rank]
+        for where, said in told:
+            assert where == "forward", fault
+            assert len(said) == 2, fault
+            for message in said:
+                assert all(part in message for part in parts), message
+        assert len({message for _, said in told for message in said}) == (fault in results[0])
 
 
 def test_an_unknown_word_raises_while_building_in_a_group_of_one() -> None:

@@ -7,7 +7,6 @@ import tomllib
 from importlib.metadata import metadata
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -55,16 +54,24 @@ def test_import_needs_torch_only(tmp_path: Path) -> None:
     assert printed == "[]"
 
 
-@pytest.mark.parametrize("statement", ["import triton", "from megatron.core import mpu"])
-def test_the_refusal_refuses(tmp_path: Path, statement: str) -> None:
-    (tmp_path / "needy.py").write_text(statement, encoding="utf-8")
-    with pytest.raises(AssertionError, match="is refused here"):
-        run_python(IMPORT_WITH_TORCH_ONLY, REFUSED, "needy", cwd=tmp_path)
+NEEDY = """
+for statement in ("import triton", "from megatron.core import mpu"):
+    try:
+        exec(statement)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
 
 
-def test_patches_are_importable_under_the_package_from_anywhere(tmp_path: Path) -> None:
-    printed = run_python("import mcore_dsa.patches as patches; print(patches.__file__)", cwd=tmp_path)
-    assert Path(printed) == ROOT / "patches" / "__init__.py"
+def test_the_refusal_refuses(tmp_path: Path) -> None:
+    (tmp_path / "needy.py").write_text(NEEDY, encoding="utf-8")
+    printed = run_python(IMPORT_WITH_TORCH_ONLY, REFUSED, "needy", cwd=tmp_path)
+    assert printed.splitlines() == ["triton is refused here", "megatron is refused here", "[]"]
+
+
+def test_patches_are_importable_under_the_package_from_anywhere_and_load_no_megatron(tmp_path: Path) -> None:
+    program = "import sys, mcore_dsa.patches as patches; print(patches.__file__, 'megatron' in sys.modules)"
+    assert run_python(program, cwd=tmp_path) == f"{ROOT / 'patches' / '__init__.py'} False"
 
 
 def test_every_package_is_listed() -> None:
@@ -90,8 +97,9 @@ def test_pins_are_exact_and_lie_in_the_declared_ranges() -> None:
     pinned = pins()
     assert all(re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier)) for pin in pinned.values())
     extras = PROJECT["project"]["optional-dependencies"]
-    # Transformer Engine cannot be installed without CUDA.
-    declared = PROJECT["project"]["dependencies"] + [line for name in extras if name != "te" for line in extras[name]]
+    # Transformer Engine cannot be installed without CUDA; of Weights & Biases the tests have a stand-in.
+    pinned_extras = [name for name in extras if name not in ("te", "wandb")]
+    declared = PROJECT["project"]["dependencies"] + [line for name in pinned_extras for line in extras[name]]
     for requirement in map(Requirement, declared):
         if requirement.name != PROJECT["project"]["name"]:
             pin = pinned[canonicalize_name(requirement.name)]

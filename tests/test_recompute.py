@@ -11,7 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import megatron_ranks
-from models import BATCH, ON, POOL, ROWS, SIZES, TOPK, Trainer, assert_equal, attentions, config, gpt, tokens
+from models import (
+    BATCH,
+    ON,
+    POOL,
+    ROWS,
+    SIZES,
+    TOPK,
+    Trainer,
+    assert_equal,
+    attentions,
+    config,
+    gpt,
+    tokens,
+    under_each,
+)
 from packs import Pack
 from train_runs import tiny, trainer_of
 
@@ -21,6 +35,7 @@ from mcore_dsa.settings import PARTITION_VARIABLE, STORE_BYTES_VARIABLE, STORE_V
 from mcore_dsa.train.config import JobConfig
 
 LAYERS = SIZES["num_layers"]
+STORED_AND_SCORED = [{STORE_VARIABLE: word} for word in ("1", "0")]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # `test_megatron_attention.py` has every way; here are those that differ in what a carrier is wrapped around.
 WAYS: dict[str, dict[str, Any]] = {
@@ -166,10 +181,9 @@ def schedules(way: str, every: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("way", "flag"), [*((way, "zigzag") for way in WAYS), ("full", "off")])
 def test_in_every_schedule_a_forward_selects_once(way: str, flag: str) -> None:
-    env, every = {PARTITION_VARIABLE: flag}, (way, flag) == ("full", "zigzag")
-    stored = megatron_ranks(schedules, 2, way, every, tp=2, env=env | {STORE_VARIABLE: "1"})
-    scored = megatron_ranks(schedules, 2, way, every, tp=2, env=env | {STORE_VARIABLE: "0"})
-    for rank, (found, again) in enumerate(zip(stored, scored, strict=True)):
+    every = (way, flag) == ("full", "zigzag")
+    both = [env | {PARTITION_VARIABLE: flag} for env in STORED_AND_SCORED]
+    for rank, (found, again) in enumerate(megatron_ranks(under_each, 2, both, schedules, way, every, tp=2)):
         for name, result in found.items():
             where = f"{name}, rank {rank}"
             assert_equal(result["gradients"], again[name]["gradients"], where)
@@ -195,8 +209,7 @@ def pipelined() -> dict[str, Any]:
 
 
 def test_a_pipeline_with_micro_batches_in_flight_selects_once_a_forward() -> None:
-    stored, scored = (megatron_ranks(pipelined, 2, pp=2, env={STORE_VARIABLE: word}) for word in ("1", "0"))
-    for found, again in zip(stored, scored, strict=True):
+    for found, again in megatron_ranks(under_each, 2, STORED_AND_SCORED, pipelined, pp=2):
         assert_equal(found["gradients"], again["gradients"])
         assert (found["alive"], found["recomputed"]) == (0, {"found": 4, "selected again": 0})
         assert again["recomputed"] == {"found": 0, "selected again": 0}
@@ -226,10 +239,7 @@ def test_virtual_stages_select_once_a_forward(tmp_path: Path) -> None:
         "--parallel.tensor 1 --parallel.pipeline 2 --parallel.virtual_pipeline 2 --model.num_layers 4",
         "--training.recompute full --training.micro_batch_size 1 --training.global_batch_size 8",
     )
-    stored, scored = (
-        megatron_ranks(interleaved, 2, job, pp=2, vp=2, env={STORE_VARIABLE: word}) for word in ("1", "0")
-    )
-    for found, again in zip(stored, scored, strict=True):
+    for found, again in megatron_ranks(under_each, 2, STORED_AND_SCORED, interleaved, job, pp=2, vp=2):
         assert found["losses"] == again["losses"]
         assert found["alive"] == again["alive"] == 0
         assert found["recomputed"] == [{"found": 8, "selected again": 0}] * 2
@@ -249,12 +259,15 @@ def one_rank_loses(lost: int | None) -> dict[str, Any]:
     return {"gradients": gradients, "recomputed": attentions(model)[0].recomputed}
 
 
-@pytest.mark.parametrize("flag", ["off", "1"])
-def test_where_one_rank_lacks_its_selection_all_select_again(flag: str) -> None:
+def lost_and_kept() -> tuple[dict[str, Any], dict[str, Any]]:
+    return one_rank_loses(1), one_rank_loses(None)
+
+
+def test_where_one_rank_lacks_its_selection_all_select_again() -> None:
     """None is left waiting, and the bits are the same."""
-    env = {PARTITION_VARIABLE: flag}
-    lost, kept = (megatron_ranks(one_rank_loses, 3, rank, tp=3, env=env, timeout=45.0) for rank in (1, None))
-    for one, other in zip(lost, kept, strict=True):
+    flags = [{PARTITION_VARIABLE: flag} for flag in ("off", "1")]
+    found = megatron_ranks(under_each, 3, flags, lost_and_kept, tp=3, timeout=45.0)
+    for one, other in (pair for of_rank in found for pair in of_rank):
         assert one["recomputed"] == {"found": 0, "selected again": 1}
         assert other["recomputed"] == {"found": 1, "selected again": 0}
         assert_equal(one["gradients"], other["gradients"])
@@ -291,9 +304,8 @@ def test_beyond_the_byte_bound_nothing_is_kept() -> None:
     own = BATCH * ROWS // 2 * (TOPK // POOL) * 4
     most = held_bytes(own, layers=LAYERS, stages=1, chunks=1)
     assert most == LAYERS * own
-    for limit, expected in ((most, (most, LAYERS)), (most - 1, (0, 0))):
-        env = ON | {STORE_BYTES_VARIABLE: str(limit)}
-        assert megatron_ranks(kept_bytes, 2, tp=2, env=env) == [expected] * 2
+    envs = [ON | {STORE_BYTES_VARIABLE: str(limit)} for limit in (most, most - 1)]
+    assert megatron_ranks(under_each, 2, envs, kept_bytes, tp=2) == [[(most, LAYERS), (0, 0)]] * 2
 
 
 @pytest.mark.parametrize(("stages", "chunks", "in_flight"), [(1, 1, 1), (4, 1, 4), (2, 2, 5), (4, 3, 15)])
@@ -325,12 +337,15 @@ def by_torch(reentrant: bool) -> dict[str, Any]:
     return {"results": results, "recomputed": attentions(model)[0].recomputed, "calls": attentions(model)[0].counters}
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_where_nothing_carries_a_recompute_selects_again(reentrant: bool) -> None:
-    for rank in megatron_ranks(by_torch, 2, reentrant, tp=2, env=ON):
-        assert_equal(*rank["results"])
-        assert rank["recomputed"] == {"found": 0, "selected again": 0}
-        assert rank["calls"].calls == 2
+def by_torch_both_ways() -> list[dict[str, Any]]:
+    return [by_torch(reentrant) for reentrant in (True, False)]
+
+
+def test_where_nothing_carries_a_recompute_selects_again() -> None:
+    for found in (one for rank in megatron_ranks(by_torch_both_ways, 2, tp=2, env=ON) for one in rank):
+        assert_equal(*found["results"])
+        assert found["recomputed"] == {"found": 0, "selected again": 0}
+        assert found["calls"].calls == 2
 
 
 def packed() -> tuple[dict[str, torch.Tensor], list[dict[str, int]]]:
@@ -343,8 +358,8 @@ def packed() -> tuple[dict[str, torch.Tensor], list[dict[str, int]]]:
 
 
 def test_a_pack_is_selected_for_once() -> None:
-    stored, scored = (megatron_ranks(packed, 2, tp=2, env=ON | {STORE_VARIABLE: word}) for word in ("1", "0"))
-    for (found, recomputed), (again, _) in zip(stored, scored, strict=True):
+    both = [ON | env for env in STORED_AND_SCORED]
+    for (found, recomputed), (again, _) in megatron_ranks(under_each, 2, both, packed, tp=2):
         assert_equal(found, again)
         assert recomputed == [{"found": 1, "selected again": 0}] * LAYERS
 

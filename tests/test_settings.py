@@ -12,6 +12,7 @@ from mcore_dsa.settings import (
     OVERLAP_VARIABLE,
     PARTITION_VARIABLE,
     SCORE_BYTES_VARIABLE,
+    bytes_text,
     read_settings,
 )
 
@@ -32,6 +33,17 @@ BYTES = {
 }
 NOT_BYTES = ["0", "0MiB", "-1", "+1", "1.5GiB", "1e9", "64KB", "64MB", "64M", "MiB", "1 2", "1_000", "0x10", "٣"]
 TOO_MANY_BYTES = [str(2**63), "8589934592GiB", "9" * 10_000]
+
+
+@given(st.integers(1, 2**63 - 1) | st.integers(1, 2**33 - 1).map(lambda units: units << 30))
+def test_a_size_is_shown_as_it_is_read(size: int) -> None:
+    settings = read_settings({SCORE_BYTES_VARIABLE: bytes_text(size), OVERLAP_VARIABLE: "0"})
+    assert settings.score_bytes.value == size
+    assert settings.score_bytes.shown == bytes_text(size)
+    shown = f"{SCORE_BYTES_VARIABLE} {bytes_text(size)} (set to {bytes_text(size)!r})"
+    assert shown in map(str, settings)
+    assert f"{OVERLAP_VARIABLE} off (set to '0')" in map(str, settings)
+    assert f"{KERNELS_VARIABLE} auto (default)" in map(str, settings)
 
 
 def test_nothing_set_means_off_and_the_default_budgets() -> None:

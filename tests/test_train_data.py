@@ -114,7 +114,7 @@ def test_a_step_reads_its_own_samples_once_over_all_ranks(
 
 
 def test_a_corpus_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"training\.sequence_length is 8; accepted is less than the 8 bytes of data"):
+    with pytest.raises(ValueError, match=r"training\.sequence_length is 8; accepted is less than the 8 tokens of data"):
         windows_over(8, sequence_length=8, seed=0)
     assert len(windows_over(9, sequence_length=8, seed=0)) == 1
 

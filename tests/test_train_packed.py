@@ -37,11 +37,11 @@ def test_twenty_steps_have_the_losses_of_the_unsharded_run(text: str, tmp_path: 
 
 def test_a_context_parallel_run_that_is_killed_resumes_to_the_last_bit(text: str, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    six = f"{PACKED} --training.steps 6 --training.decay_steps 6 --parallel.context 2"
-    summary = start(tiny(straight, text, six, "--compare-unsharded"), 4)
+    four = f"{PACKED} --training.steps 4 --training.decay_steps 4 --parallel.context 2"
+    summary = start(tiny(straight, text, four, "--compare-unsharded"), 4)
     assert (summary["flag"], summary["group_size"]) == ("contiguous", 2)
     assert summary["unsharded_losses_bit_identical"] is True
-    interrupted = tiny(killed, text, six, "--checkpoint.save_every 2")
+    interrupted = tiny(killed, text, four, "--checkpoint.save_every 2")
     with pytest.raises(RanksFailed, match="killed by SIGKILL"):
         run_ranks(run_until_killed, 4, interrupted, env={FLAG: "1"})
     assert [line["step"] for line in metrics(killed)] == [1, 2, 3]

@@ -93,7 +93,7 @@ def test_a_pack_does_not_depend_on_what_was_read_before(text: tuple[list[int], i
 
 
 def test_a_corpus_shorter_than_a_pack_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"training\.sequence_length is 8; accepted is less than the 7 bytes of data"):
+    with pytest.raises(ValueError, match=r"training\.sequence_length is 8; accepted is less than the 7 tokens of data"):
         packs_over([3, 4], 8, 1)
     # Padding counts: two documents of 4 rows each.
     assert len(packs_over([3, 4], 8, 4)) == 1

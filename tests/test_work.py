@@ -16,7 +16,7 @@ from recorder import Recorder
 
 from mcore_dsa import DsaGeometry, PoolLayout, select_pools_sharded
 from mcore_dsa.backends import SelectionCounters
-from mcore_dsa.collectives import exchange_rows, gather_rows
+from mcore_dsa.collectives import exchange_rows, gather_rows, traffic
 from mcore_dsa.functions import compress_keys
 from mcore_dsa.rows import partition_rows
 from mcore_dsa.settings import Partition
@@ -49,7 +49,7 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
     mine = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
     results = []
     for kind in ALL:
-        counters = SelectionCounters()
+        counters, before = SelectionCounters(), traffic.received_bytes
         with Recorder() as log:
             key, gate = gather_rows(key_gate[mine], group).chunk(2, dim=-1)
             pool_key = compress_keys(key, gate, torch.zeros(4, 16), layout)
@@ -67,6 +67,7 @@ def counted_run(lengths: list[int]) -> list[tuple[int, int, int, int]]:
                 overlap=False,
                 counters=counters,
             )
+        assert traffic.received_bytes - before == log.received()
         results.append((counters.rows, counters.scored_pairs, int(visible_S[index].sum()), log.received()))
     return results
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
@@ -38,6 +39,19 @@ def write_files(folder: Path, *, count: int = 120) -> Path:
     for number, text in enumerate(["", "x", *Path(inspect.__file__).read_text().split("\n\n")][:count]):
         (folder / f"{number:03}.txt").write_text(text)
     return folder
+
+
+def write_indexed(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> str:
+    """Each document in two sequences, as a splitter of sentences would leave it."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_item(torch.tensor(document[:2]))
+        builder.add_item(torch.tensor(document[2:]))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ class SelectionCounters:
     """What selections did, summed over calls; plain integers on the host.
 
     `rows` that came in, `scored_rows` of them that see more pools than the budget, `scored_pairs` the visible pools of
-    those, `tile_pairs` the (row, pool) products computed, padding of the tiles included.
+    those, `tile_pairs` the (row, pool) products computed, padding of the tiles included; `verified_rows` of other ranks
+    that this one selected again.
     """
 
     calls: int = 0
@@ -29,6 +30,7 @@ class SelectionCounters:
     scored_rows: int = 0
     scored_pairs: int = 0
     tile_pairs: int = 0
+    verified_rows: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The command line `mcore-dsa`: plan a layer's shards and work, verify a checkpoint, convert one."""
+"""The command line `mcore-dsa`: plan a layer's shards and work, verify and convert checkpoints, look at runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 # Libraries that some command needs, and the extra that brings each.
-_EXTRAS = {"jsonargparse": "cli", "matplotlib": "plot", "safetensors": "hf"}
+_EXTRAS = {"jsonargparse": "cli", "packaging": "cli", "matplotlib": "plot", "safetensors": "hf"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name, by default this process's own.
 
-    Returns: the exit status: 0; 1 where a checkpoint is faulty; 2 for a call that cannot be answered, with the error in
-        one line on stderr, or with `--json` as JSON on stdout. `--help` and `--version` raise `SystemExit` with 0.
+    Returns: the exit status: 0; 1 where a checkpoint or the installation is faulty; 2 for a call that cannot be
+    answered, with the error in one line on stderr, or with `--json` as JSON on stdout. `--help` and `--version` raise
+    `SystemExit` with 0.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words

@@ -58,6 +58,14 @@ def _command(name: str) -> Callable[..., Outcome]:
         from mcore_dsa.cli.verify import verify
 
         return verify
+    if name == "doctor":
+        from mcore_dsa.cli.doctor import doctor
+
+        return doctor
+    if name == "report":
+        from mcore_dsa.cli.report import report
+
+        return report
     from mcore_dsa.cli import convert
 
     return convert.hf2mcore if name == "convert hf2mcore" else convert.mcore2hf
@@ -78,7 +86,12 @@ def _chosen_parser(words: Sequence[str]) -> tuple[str, ArgumentParser]:
             prog=f"{_PROGRAM} convert",
             description="Between a Hugging Face checkpoint and one file for each rank.",
         )
-    commands = {"plan": _plan_parser, "verify": _verify_parser}
+    commands = {
+        "plan": _plan_parser,
+        "verify": _verify_parser,
+        "doctor": _doctor_parser,
+        "report": _report_parser,
+    }
     if first in commands:
         return first, commands[first](prog=f"{_PROGRAM} {first}")
     return "", _overview(
@@ -86,11 +99,14 @@ def _chosen_parser(words: Sequence[str]) -> tuple[str, ArgumentParser]:
             "plan": "what a tensor-parallel rank holds and does",
             "verify": "compare a checkpoint with its configuration",
             "convert": "to Megatron's tensors of each rank, and back",
+            "doctor": "what this machine and installation would run",
+            "report": "one page about a run, with pictures",
         },
         prog=_PROGRAM,
         version=__version__,
-        description="Plan the shards and the work of DSA layers, verify their tensors in a checkpoint, convert them.",
-        epilog="Exit status: 0, 1 where a checkpoint is faulty, 2 where a call cannot be answered.",
+        description="Plan the shards and the work of DSA layers, verify their tensors in a checkpoint, convert them; "
+        "look at this machine, and at runs.",
+        epilog="Exit status: 0, 1 where a checkpoint or the installation is faulty, 2 where a call cannot be answered.",
     )
 
 
@@ -157,6 +173,25 @@ def _verify_parser(prog: str) -> ArgumentParser:
     parser = _parser(prog, "Compare the headers of a checkpoint's files with its configuration. All faults are listed.")
     parser.add_argument("path", type=str, help="folder, .safetensors file or index of the checkpoint")
     parser.add_argument("--config", type=str, default=None, help=_CONFIG + "; by default the one beside the files")
+    return parser
+
+
+def _doctor_parser(prog: str) -> ArgumentParser:
+    return _parser(
+        prog,
+        "What would run here: versions, and which of them are not supported, devices, kernels, the settings as read "
+        "from the environment, and what is missing for what. A library that is not installed is no fault.",
+    )
+
+
+def _report_parser(prog: str) -> ArgumentParser:
+    parser = _parser(
+        prog,
+        "Draw one page about a run of the training job: loss, tokens a second, what indexer and exchange take, work of "
+        "each rank, and which pools the rows select. The page holds its pictures, and needs no other file.",
+    )
+    parser.add_argument("run", type=str, help="folder of the run, with metrics.jsonl")
+    parser.add_argument("--out", type=str, default=None, help="the page; by default report.html in the run's folder")
     return parser
 
 

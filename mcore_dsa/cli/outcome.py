@@ -17,7 +17,7 @@ class Outcome:
     Attributes:
         report: in JSON types.
         text: the same for people, made when it is asked for.
-        ok: False where a checkpoint is faulty.
+        ok: False where a checkpoint or the installation is faulty.
     """
 
     report: Mapping[str, Any]

@@ -175,6 +175,8 @@ class Agreement:
         _log.info("k-pool DSA attends on each rank %s (%s)", attends, shard.reason)
         reason = "; ".join(filter(None, (kernels.reason, self._kernels.reason)))
         _log.info("k-pool DSA computes with %s (%s)", self._kernels.backend.name, reason)
+        others = [setting for setting in self._settings if setting not in (partition, shard, kernels)]
+        _log.info("k-pool DSA runs with %s", ", ".join(map(str, others)))
 
 
 def _learning(indexer: KPoolDSAIndexer) -> list[str]:

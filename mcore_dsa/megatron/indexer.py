@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from mcore_dsa.megatron.backend import parameter_device, replicated_rng
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.precision import full_precision
+from mcore_dsa.ranges import ranged
 from mcore_dsa.source import Projections
 
 # Rows widened to fp32 at a time for the head gates, 16 MiB at 4,096 channels.
@@ -62,6 +63,7 @@ class KPoolDSAIndexer(MegatronModule):
         self.requires_grad_(False)
 
     @torch.no_grad()
+    @ranged("projections")
     def forward(self, x_LBE: Tensor, qr_LBQ: Tensor) -> Projections:
         """Project rows of this rank; `qr_LBQ` is the *normalised* query residual, `q_layernorm(linear_q_down_proj(x))`.
 

@@ -16,9 +16,6 @@ from jsonargparse import ActionYesNo, ArgumentParser
 # and check by it.
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-# Byte tokens.
-BYTE_VALUES = 256
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -48,7 +45,8 @@ class ModelConfig:
         layernorm_epsilon: epsilon of the RMS norms.
         init_method_std: standard deviation of the initial weights.
         hidden_dropout: dropout on the residual branches.
-        make_vocab_size_divisible_by: pads the 256 byte values to a multiple of this times parallel.tensor.
+        vocab_size: token ids, greater than every token of the data: 256 for bytes.
+        make_vocab_size_divisible_by: pads them to a multiple of this times parallel.tensor.
     """
 
     host: Literal["gpt", "hybrid"]
@@ -73,6 +71,7 @@ class ModelConfig:
     layernorm_epsilon: PositiveFloat
     init_method_std: PositiveFloat
     hidden_dropout: NonNegativeFloat
+    vocab_size: PositiveInt
     make_vocab_size_divisible_by: PositiveInt
 
 
@@ -161,10 +160,30 @@ class LoggingConfig:
     Attributes:
         progress: whether to draw a progress bar on stderr.
         tensorboard: whether to write TensorBoard's event files to <run_dir>/tensorboard.
+        wandb: project of Weights & Biases to log to as well, null for none.
+        selections_every: steps between two records of what the run's first samples select, in <run_dir>/selections, 0
+            for none.
     """
 
     progress: bool
     tensorboard: bool
+    wandb: str | None
+    selections_every: NonNegativeInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """A set that the run does not train on, whose loss is taken now and then; it changes no bit of the training.
+
+    Attributes:
+        data: file, folder or prefix of an indexed data set; null for no evaluation.
+        every: steps between two evaluations, 0 for none.
+        batches: global batches in each, the same ones every time.
+    """
+
+    data: str | None
+    every: NonNegativeInt
+    batches: PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +192,10 @@ class JobConfig:
 
     Attributes:
         run_dir: folder of everything that the run writes.
-        data: files or folders to train on, empty for the sources of Python's standard library.
+        data: files or folders to train on, or prefixes of Megatron's indexed data sets; empty for the sources of
+            Python's standard library.
         max_data_bytes: bytes of them to read at most.
+        tokenizer: a Hugging Face tokenizer.json whose ids are the tokens of text, null for its bytes.
         pack: whether a sample holds whole files, one after the other, that do not attend to each other, or a window of
             one text.
         document_multiple: tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.
@@ -184,28 +205,33 @@ class JobConfig:
         compare_unsharded: whether to run the same steps again with the indexer unsharded and compare every loss.
         load_hf: folder of a Hugging Face checkpoint whose DSA layers give the model's attention its initial weights,
             null for random ones.
+        profile: whether to write a trace of the second step that this process does, or of its only one, of each rank to
+            <run_dir>/profile.
     """
 
     run_dir: str
     data: list[str]
     max_data_bytes: PositiveInt
+    tokenizer: str | None
     pack: bool
     document_multiple: PositiveInt
     resume: bool | Literal["auto"]
     resume_from: PositiveInt | None
     compare_unsharded: bool
     load_hf: str | None
+    profile: bool
     model: ModelConfig
     parallel: ParallelConfig
     training: TrainingConfig
+    evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
 
     @property
     def padded_vocab_size(self) -> int:
-        """The byte values, padded for the vocabulary-parallel layers."""
+        """The token ids, padded for the vocabulary-parallel layers."""
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor
-        return int(-(-BYTE_VALUES // multiple) * multiple)
+        return int(-(-self.model.vocab_size // multiple) * multiple)
 
     @property
     def model_ranks(self) -> int:
@@ -236,14 +262,15 @@ def build_parser() -> ArgumentParser:
         type=str,
         nargs="*",
         required=True,
-        help="Files or folders to train on; empty for the sources of Python's standard library.",
+        help="Files or folders to train on, or prefixes of Megatron's indexed data sets; empty for the sources of "
+        "Python's standard library.",
     )
     parser.add_argument("--max_data_bytes", type=PositiveInt, required=True, help="Bytes of them to read at most.")
     parser.add_argument(
-        "--pack",
-        action=ActionYesNo(no_prefix="no-"),
-        required=True,
-        help="Train on packs of whole files that do not attend to each other, and not on windows of one text.",
+        "--tokenizer",
+        type=str | None,
+        default=None,
+        help="A Hugging Face tokenizer.json whose ids are the tokens of text, null for its bytes.",
     )
     parser.add_argument(
         "--document_multiple",
@@ -253,28 +280,32 @@ def build_parser() -> ArgumentParser:
     )
     _add_resuming(parser)
     parser.add_argument(
-        "--compare-unsharded",
-        action=ActionYesNo(no_prefix="no-"),
-        required=True,
-        help="Run the same steps again with the indexer unsharded and compare every loss.",
-    )
-    parser.add_argument(
         "--load_hf",
         "--load-hf",
         type=str | None,
         default=None,
         help="Folder of a Hugging Face checkpoint to take the attention's weights from, null for none.",
     )
-    groups = {
-        "model": ModelConfig,
-        "parallel": ParallelConfig,
-        "training": TrainingConfig,
-        "checkpoint": CheckpointConfig,
-        "logging": LoggingConfig,
-    }
-    for name, group in groups.items():
+    for switch, text in _SWITCHES.items():
+        parser.add_argument(switch, action=ActionYesNo(no_prefix="no-"), required=True, help=text)
+    for name, group in _GROUPS.items():
         parser.add_class_arguments(group, name)
     return parser
+
+
+_SWITCHES = {
+    "--pack": "Train on packs of whole files that do not attend to each other, and not on windows of one text.",
+    "--compare-unsharded": "Run the same steps again with the indexer unsharded and compare every loss.",
+    "--profile": "Write a trace of the second step that this process does, of each rank, to <run_dir>/profile.",
+}
+_GROUPS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "training": TrainingConfig,
+    "evaluation": EvaluationConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
 
 
 def _add_resuming(parser: ArgumentParser) -> None:

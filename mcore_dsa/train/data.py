@@ -1,4 +1,4 @@
-"""Real text as byte tokens, and where each of its files begins."""
+"""What a run reads as tokens, and where each of its documents begins: bytes, a tokenizer's ids, indexed data sets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from mcore_dsa.train.indexed import indexed_documents, prefix_of
 
 # Between two files; text does not contain it.
 _SEPARATOR = b"\0"
@@ -24,13 +26,14 @@ class Corpus:
     """The text that a run may read.
 
     Attributes:
-        tokens: uint8, the files' bytes, one after the other, with a zero byte between two files.
+        tokens: uint8, the files' bytes, one after the other, with a zero byte between two files; or int32, the ids of a
+            tokenizer or an indexed data set.
         starts: int64, where each file's tokens begin; the zero byte behind a file is its last token.
         digest: of both; equal on two ranks, or before and after a resume, if and only if the text in its files is.
         left_out: what was met and is no regular file, or could not be read, each with the reason.
     """
 
-    tokens: npt.NDArray[np.uint8]
+    tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.int64]
     digest: str
     left_out: tuple[str, ...] = ()
@@ -41,38 +44,93 @@ class Corpus:
         return len(self.starts)
 
 
-def read_corpus(paths: Sequence[str], *, max_bytes: int) -> Corpus:
-    """Read files and folders, at most `max_bytes` bytes with separators counted.
+def read_corpus(paths: Sequence[str], *, max_bytes: int, tokenizer: str | None = None) -> Corpus:
+    """Read files and folders, or Megatron's indexed data sets by their prefixes, at most `max_bytes` bytes.
+
+    Text is byte tokens, separators counted; or with a Hugging Face `tokenizer.json` its ids, of each file by itself,
+    with the special tokens that the tokenizer itself adds to a text.
 
     Files come in the order of `paths`; a folder's own files sorted by name before its subfolders sorted by name,
     without hidden files and folders and `site-packages`. With no paths at all it is every `*.py` of the running
     interpreter's standard library. Links to files are followed, links inside a folder to other folders are not.
 
-    Raises: ValueError for a path that does not exist, and where there is no text.
+    Raises: ValueError for a path that does not exist, where there is no text, for a tokenizer that cannot be read or is
+    given for indexed data sets, which hold ids already, and for indexed data sets among text.
     """
     left_out: list[str] = []
+    prefixes = [prefix_of(path) for path in paths]
+    if any(prefixes):
+        if tokenizer is not None or not all(prefixes):
+            raise ValueError(
+                f"data is {list(paths)} and tokenizer {tokenizer!r}; accepted with an indexed data set are such sets "
+                "alone, and null"
+            )
+        return _corpus(*_joined(indexed_documents(list(filter(None, prefixes)), max_bytes=max_bytes)), left_out, paths)
+    if tokenizer is not None:
+        encode = _encoder(tokenizer)
+        return _corpus(*_joined(map(encode, _texts(paths, max_bytes, left_out))), left_out, paths)
+    text = bytearray()
+    starts = []
+    for content in _texts(paths, max_bytes, left_out, between=len(_SEPARATOR)):
+        text += _SEPARATOR if text else b""
+        starts.append(len(text))
+        text += content
+    del text[max_bytes:]
+    return _corpus(np.frombuffer(bytes(text), dtype=np.uint8), starts, left_out, paths)
+
+
+def _texts(paths: Sequence[str], max_bytes: int, left_out: list[str], *, between: int = 0) -> Iterator[bytes]:
+    """The files' contents, until they and `between` bytes between two of them reach the limit."""
     if paths:
         files: Iterator[Path] = chain.from_iterable(_files_of(_existing(path), left_out) for path in paths)
     else:
         files = _standard_library(left_out)
-    text = bytearray()
-    starts = []
+    read = 0
     for file in files:
-        if len(text) >= max_bytes:
-            break
-        content = _content(file, max_bytes - len(text), left_out)
+        if read >= max_bytes:
+            return
+        content = _content(file, max_bytes - read, left_out)
         if content is not None:
-            text += _SEPARATOR if text else b""
-            starts.append(len(text))
-            text += content
-    del text[max_bytes:]
-    if not text:
+            yield content
+            read += len(content) + (between if read else 0)
+
+
+def _joined(documents: Iterable[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.int32], list[int]]:
+    """The tokens of all documents, and where each begins."""
+    parts = list(documents)
+    starts = list(accumulate(map(len, parts), initial=0))[:-1]
+    return np.concatenate([np.empty(0, dtype=np.int32), *parts]), starts
+
+
+def _corpus(
+    tokens: npt.NDArray[np.integer], starts: Sequence[int], left_out: list[str], paths: Sequence[str]
+) -> Corpus:
+    if not len(tokens):
         found = f", where these were left out: {', '.join(left_out)}" if left_out else ""
         raise ValueError(f"data is {list(paths)}{found}; accepted are files, or folders of files, that hold text")
-    tokens, begins = np.frombuffer(bytes(text), dtype=np.uint8), np.array(starts, dtype=np.int64)
+    begins = np.array(starts, dtype=np.int64)
     digest = hashlib.sha256(tokens)
     digest.update(begins)
     return Corpus(tokens=tokens, starts=begins, digest=digest.hexdigest(), left_out=tuple(left_out))
+
+
+def _encoder(path: str) -> Callable[[bytes], npt.NDArray[np.int32]]:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"tokenizer is {path!r}; accepted without tokenizers is null: pip install 'mcore-dsa[tokenizer]'"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    # The library raises a plain Exception, for a file that is not there as well.
+    except Exception as error:
+        raise ValueError(f"tokenizer is {path!r}; accepted is a file such as tokenizer.json: {error}") from error
+
+    def encode(text: bytes) -> npt.NDArray[np.int32]:
+        return np.array(tokenizer.encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int32)
+
+    return encode
 
 
 def _existing(path: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 from mcore_dsa.train.config import JobConfig
@@ -198,6 +199,21 @@ def _job_faults(config: JobConfig) -> list[str]:
         )
     if config.resume == "auto" and config.resume_from is not None:
         faults.append(f"resume_from is {config.resume_from}; accepted with resume auto is null")
+    return faults + _watching_faults(config)
+
+
+def _watching_faults(config: JobConfig) -> list[str]:
+    evaluation, logging = config.evaluation, config.logging
+    faults = []
+    if (evaluation.data is not None) != bool(evaluation.every):
+        accepted = "0" if evaluation.every else "an integer >= 1"
+        faults.append(
+            f"evaluation.every is {evaluation.every}; accepted with evaluation.data {evaluation.data!r} is {accepted}"
+        )
+    if logging.wandb is not None and find_spec("wandb") is None:
+        faults.append(
+            f"logging.wandb is {logging.wandb!r}; accepted without wandb is null: pip install 'mcore-dsa[wandb]'"
+        )
     return faults
 
 

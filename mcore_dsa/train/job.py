@@ -28,6 +28,7 @@ from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
+from mcore_dsa.train.probes import Probes
 from mcore_dsa.train.report import RunLog, Summary
 from mcore_dsa.train.run_dir import METRICS, RunDir, owned, refuse_something_else
 from mcore_dsa.train.samples import Packs, Windows, samples_of
@@ -45,12 +46,15 @@ class Job:
         config: the run.
         corpus: its text.
         samples: what it reads of it.
+        evaluation: what it is evaluated on, and the digest of that, both None for nothing.
         pretrained: the Hugging Face checkpoint whose weights a fresh run starts from, None for random ones.
     """
 
     config: JobConfig
     corpus: Corpus
     samples: Windows | Packs
+    evaluation: Windows | Packs | None
+    evaluation_digest: str | None
     pretrained: CheckpointBinding | None
 
     @property
@@ -71,10 +75,44 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         raise ValueError("\n".join(faults))
     transformer_config(config)
     pretrained = None if config.load_hf is None else find_pretrained(config)
-    corpus = read_corpus(config.data, max_bytes=config.max_data_bytes)
-    samples = samples_of(config, corpus)
+    corpus, samples = _read("data", config, config.data)
+    evaluated, evaluation = None, None
+    if config.evaluation.data is not None:
+        evaluated, evaluation = _read("evaluation.data", config, [config.evaluation.data])
+        needed = config.evaluation.batches * config.training.global_batch_size
+        if needed > len(evaluation):
+            raise ValueError(
+                f"evaluation.batches is {config.evaluation.batches}, {needed} samples; accepted are at most the "
+                f"{len(evaluation)} samples of evaluation.data"
+            )
     refuse_something_else(Path(config.run_dir))
-    return Job(config=config, corpus=corpus, samples=samples, pretrained=pretrained)
+    return Job(
+        config=config,
+        corpus=corpus,
+        samples=samples,
+        evaluation=evaluation,
+        evaluation_digest=None if evaluated is None else evaluated.digest,
+        pretrained=pretrained,
+    )
+
+
+def _read(field: str, config: JobConfig, paths: list[str]) -> tuple[Corpus, Windows | Packs]:
+    """What a run reads of some paths.
+
+    Raises: ValueError, of a token that the model has no embedding for as well.
+    """
+    try:
+        corpus = read_corpus(paths, max_bytes=config.max_data_bytes, tokenizer=config.tokenizer)
+        samples = samples_of(config, corpus)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}" if field != "data" else str(error)) from error
+    greatest = int(corpus.tokens.max())
+    if greatest >= config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {config.model.vocab_size}; accepted is an integer > {greatest}, the greatest token "
+            f"of {field}"
+        )
+    return corpus, samples
 
 
 def train(job: Job) -> Summary:
@@ -193,17 +231,21 @@ def _run_steps(job: Job, start: Checkpoint | None, *, title: str, run_dir: RunDi
     elif job.pretrained is not None:
         refuse_not_finite(trainer, f"weights of {config.load_hf}")
     done, save_every = trainer.step, config.checkpoint.save_every
+    # A run that is there to be compared looks at nothing by itself.
+    probe = Probes(config, trainer, job.samples, job.evaluation) if run_dir is not None else None
+    train_step = trainer.train_step if probe is None else probe.train_step
     reports: list[StepReport] = []
     with contextlib.ExitStack() as stack:
         log = None
         while trainer.step < config.training.steps:
-            reports.append(trainer.train_step())
+            report = train_step()
             if trainer.step == done + 1:
                 # No sooner: what only a forward can find leaves an earlier run in its place.
                 if run_dir is not None:
                     _open_run_dir(job, start, run_dir)
                 if first:
                     log = stack.enter_context(RunLog(config, done=done, title=title, write=run_dir is not None))
+            reports.append(report if probe is None else probe(report))
             if log is not None:
                 log(reports[-1])
             last = trainer.step == config.training.steps
@@ -223,6 +265,7 @@ def _check_agreement(job: Job) -> None:
     own = {
         "configuration": asdict(job.config),
         "digest of data": job.corpus.digest,
+        "digest of evaluation.data": job.evaluation_digest,
     }
     of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
@@ -249,7 +292,7 @@ def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
             fields = json.loads(json.dumps(asdict(job.config)))
             (run_dir.path / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
             _logger.info(
-                "%d bytes of text from %d files, %d samples an epoch",
+                "%d tokens of text from %d documents, %d samples an epoch",
                 len(job.corpus.tokens),
                 job.corpus.files,
                 len(job.samples),

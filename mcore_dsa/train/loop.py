@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.train.config import JobConfig, TrainingConfig
+from mcore_dsa.train.counts import RankCounts, model_flops
 from mcore_dsa.train.model import attentions, build_chunks
 from mcore_dsa.train.pretrained import load_pretrained
 from mcore_dsa.train.samples import MicroBatch, Packs, Place, Windows, micro_batches
@@ -37,6 +38,11 @@ class StepReport:
         seconds: wall time of the step.
         indexer_seconds: of them, in projections and selection of the indexers on this rank; on CUDA the time it took
             to launch them.
+        counts: what each rank did, in the order of ranks.
+        flops: model FLOPs of the step, all ranks together.
+        evaluation_loss: mean over the evaluation set after the step, where it was taken.
+        selection_agreement: where selections were recorded after the step, the share of the pools recorded before that
+            the same rows select still: how much of that record a replay would have kept.
     """
 
     step: int
@@ -45,6 +51,10 @@ class StepReport:
     gradient_norm: float
     seconds: float
     indexer_seconds: float
+    counts: tuple[RankCounts, ...]
+    flops: int
+    evaluation_loss: float | None = None
+    selection_agreement: float | None = None
 
 
 class Trainer:
@@ -93,22 +103,42 @@ class Trainer:
 
         Raises: RuntimeError where a gradient is not finite.
         """
-        started, indexer_before = time.perf_counter(), self._indexer_seconds()
+        started, before = time.perf_counter(), RankCounts.so_far(self._attentions)
+        training = self.config.training
+        batch = range(self.step * training.global_batch_size, (self.step + 1) * training.global_batch_size)
         self._clear_gradients()
-        sums = self._forward_backward(self.config.micro_batches(dist.get_world_size()))
+        count = self.config.micro_batches(dist.get_world_size())
+        sums = self._run_schedule(self._samples, batch.start, count, forward_only=False)
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
         loss = _mean_over_batch(sums, self._device)
         self.step += 1
+        own = RankCounts.so_far(self._attentions).since(before)
+        counts = own.of_all_ranks(self._device)
         return StepReport(
             step=self.step,
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.optimizer.param_groups),
             gradient_norm=float(gradient_norm),
             seconds=time.perf_counter() - started,
-            indexer_seconds=self._indexer_seconds() - indexer_before,
+            indexer_seconds=1e-6 * own.indexer_us,
+            counts=counts,
+            flops=model_flops(self.config, [length for sample in batch for length in self._samples.lengths(sample)]),
         )
+
+    @torch.no_grad()
+    def evaluate(self, samples: Windows | Packs, count: int) -> float:
+        """The mean loss over the counted tokens of the first `count` micro batches of `samples` on each rank.
+
+        Nothing that the training depends on moves: without dropout no random number is drawn.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        sums = self._run_schedule(samples, 0, count, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return _mean_over_batch(sums, self._device)
 
     def next_loss(self) -> float:
         """The loss of the samples that come next, forward and backward, without an update.
@@ -121,7 +151,9 @@ class Trainer:
         self._clear_gradients()
         # The interleaved schedule wants as many as there are stages.
         count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
-        return _mean_over_batch(self._forward_backward(count), self._device)
+        first = self.step * self.config.training.global_batch_size
+        sums = self._run_schedule(self._samples, first, count, forward_only=False)
+        return _mean_over_batch(sums, self._device)
 
     def named_chunks(self) -> list[tuple[str, Any]]:
         """This rank's model chunks without their wrappers, by the names they have in a checkpoint."""
@@ -134,10 +166,12 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _forward_backward(self, count: int) -> list[Tensor]:
-        """What `_loss` reports of each of `count` micro batches, on the last pipeline stage; nothing on the others."""
+    def _run_schedule(
+        self, samples: Windows | Packs, first_sample: int, count: int, *, forward_only: bool
+    ) -> list[Tensor]:
+        """What `_loss` reports of each micro batch, on the last pipeline stage; nothing on the others."""
         training = self.config.training
-        iterators = [self._micro_batches() for _ in self.chunks]
+        iterators = [self._micro_batches(samples, first_sample, count) for _ in self.chunks]
         run = get_forward_backward_func()
         sums: list[Tensor] = run(
             forward_step_func=_forward_step,
@@ -146,17 +180,16 @@ class Trainer:
             num_microbatches=count,
             seq_length=training.sequence_length,
             micro_batch_size=training.micro_batch_size,
-            forward_only=False,
+            forward_only=forward_only,
         )
         return sums
 
-    def _micro_batches(self) -> Iterator[MicroBatch]:
-        training = self.config.training
+    def _micro_batches(self, samples: Windows | Packs, first_sample: int, count: int) -> Iterator[MicroBatch]:
         return micro_batches(
-            self._samples,
-            first_sample=self.step * training.global_batch_size,
-            micro_batch_size=training.micro_batch_size,
-            count=self.config.micro_batches(dist.get_world_size()),
+            samples,
+            first_sample=first_sample,
+            micro_batch_size=self.config.training.micro_batch_size,
+            count=count,
             place=Place(
                 data_rank=parallel_state.get_data_parallel_rank(),
                 data_size=parallel_state.get_data_parallel_world_size(),
@@ -165,9 +198,6 @@ class Trainer:
             ),
             device=self._device,
         )
-
-    def _indexer_seconds(self) -> float:
-        return float(sum(attention.indexer_seconds for attention in self._attentions))
 
 
 def _optimizer_config(training: TrainingConfig) -> OptimizerConfig:

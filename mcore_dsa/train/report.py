@@ -1,4 +1,4 @@
-"""What a run leaves and shows: metrics.jsonl, TensorBoard, a progress bar, and the summary at the end."""
+"""What a run leaves and shows: metrics.jsonl, its sinks, a progress bar, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from tqdm import tqdm
 
 from mcore_dsa.files import replace_text
 from mcore_dsa.train.config import JobConfig
+from mcore_dsa.train.counts import busiest_over_mean, peak_flops
 from mcore_dsa.train.loop import StepReport
 from mcore_dsa.train.run_dir import METRICS, set_aside
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from mcore_dsa.train.sinks import Sinks
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Summary:
 
 
 class RunLog:
-    """Writes each step of a run to metrics.jsonl and TensorBoard and shows it; for rank 0.
+    """Writes each step of a run to metrics.jsonl and its sinks and shows it; for rank 0.
 
     Args:
         config: the run.
@@ -70,6 +69,7 @@ class RunLog:
 
     def __init__(self, config: JobConfig, *, done: int, title: str, write: bool = True) -> None:
         training = config.training
+        self._peak = peak_flops(config)
         self._tokens = training.global_batch_size * training.sequence_length
         self._bar = tqdm(
             total=training.steps,
@@ -80,39 +80,50 @@ class RunLog:
             mininterval=0.5,
         )
         self._metrics = None
-        self._board: SummaryWriter | None = None
+        self._sinks: Sinks | None = None
         if not write:
             return
         run_dir = Path(config.run_dir)
         _drop_steps_after(run_dir / METRICS, done)
         # Line buffered, so that what is on disk ends with a whole step.
         self._metrics = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
-        if config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
+        self._sinks = Sinks(config, done)
 
     def __call__(self, report: StepReport) -> None:
         """Write and show one step."""
-        tokens_per_s = self._tokens / report.seconds
-        indexer_ms = 1e3 * report.indexer_seconds
+        values = self._values(report)
         self._bar.set_postfix_str(
-            f"loss {report.loss:.3f}, {tokens_per_s:,.0f} tokens/s, indexer {indexer_ms:.0f} ms", refresh=False
+            f"loss {report.loss:.3f}, {values['tokens_per_s']:,.0f} tokens/s, indexer {values['indexer_ms']:.0f} ms",
+            refresh=False,
         )
         self._bar.update()
+        if self._metrics is not None:
+            of_ranks = {"scored_pairs_of_ranks": [rank.scored_pairs for rank in report.counts]}
+            self._metrics.write(json.dumps({"step": report.step, **values, **of_ranks}) + "\n")
+        if self._sinks is not None:
+            self._sinks.write(report.step, values)
+
+    def _values(self, report: StepReport) -> dict[str, float]:
+        """The numbers of a step; times and bytes are those of this rank, pairs and rows of all."""
+        own, flops_per_s = report.counts[0], report.flops / report.seconds
+        ranks = len(report.counts)
         values = {
             "loss": report.loss,
+            "evaluation_loss": report.evaluation_loss,
             "learning_rate": report.learning_rate,
             "gradient_norm": report.gradient_norm,
             "step_ms": 1e3 * report.seconds,
-            "tokens_per_s": tokens_per_s,
-            "indexer_ms": indexer_ms,
+            "tokens_per_s": self._tokens / report.seconds,
+            "indexer_ms": 1e3 * report.indexer_seconds,
+            "exchange_ms": 1e-3 * own.exchange_us,
+            "exchange_bytes": own.exchange_bytes,
+            "busiest_over_mean": busiest_over_mean(report.counts),
+            "verified_rows": sum(rank.verified_rows for rank in report.counts),
+            "selection_agreement": report.selection_agreement,
+            "model_flops_per_s": flops_per_s,
+            "utilisation": None if self._peak is None else flops_per_s / (ranks * self._peak),
         }
-        if self._metrics is not None:
-            self._metrics.write(json.dumps({"step": report.step, **values}) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, report.step)
+        return {name: value for name, value in values.items() if value is not None}
 
     def __enter__(self) -> Self:
         return self
@@ -123,8 +134,8 @@ class RunLog:
         self._bar.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._board is not None:
-            self._board.close()
+        if self._sinks is not None:
+            self._sinks.close()
 
 
 def _drop_steps_after(metrics: Path, step: int) -> None:

@@ -31,13 +31,13 @@ class Sample:
     """One sequence or pack of a run, whole.
 
     Attributes:
-        tokens: uint8 `[S]`. labels: uint8 `[S]`, the token after each of them.
+        tokens: `[S]`, of the corpus' dtype. labels: `[S]`, the token after each of them.
         is_counted: bool `[S]`, whether the label is one: not on padding, and not where a document ends.
         lengths: tokens of each document. padded: rows that each of them takes; they add up to S.
     """
 
-    tokens: npt.NDArray[np.uint8]
-    labels: npt.NDArray[np.uint8]
+    tokens: npt.NDArray[np.integer]
+    labels: npt.NDArray[np.integer]
     is_counted: npt.NDArray[np.bool_]
     lengths: tuple[int, ...]
     padded: tuple[int, ...]
@@ -87,6 +87,10 @@ class Windows:
         """Windows in an epoch."""
         return self._count
 
+    def lengths(self, sample: int) -> tuple[int, ...]:
+        """Tokens of each document of a sample."""
+        return (self._length,)
+
     def __getitem__(self, sample: int) -> Sample:
         """Sample number `sample` >= 0 of the run, which may lie in any epoch."""
         start = self._place(sample) * self._length
@@ -128,10 +132,14 @@ class Packs:
         """Packs in an epoch."""
         return len(self._packs)
 
+    def lengths(self, sample: int) -> tuple[int, ...]:
+        """Tokens of each document of a sample."""
+        return tuple(map(len, self._packs[self._place(sample)]))
+
     def __getitem__(self, sample: int) -> Sample:
         """Sample number `sample` >= 0 of the run, which may lie in any epoch."""
         parts = self._packs[self._place(sample)]
-        tokens, labels = np.zeros((2, self._length), dtype=np.uint8)
+        tokens, labels = np.zeros((2, self._length), dtype=self._tokens.dtype)
         is_counted = np.zeros(self._length, dtype=np.bool_)
         padded = tuple(_ceil(len(part), self._multiple) for part in parts)
         for row, part in zip(accumulate(padded, initial=0), parts, strict=False):
@@ -176,7 +184,7 @@ def _ceil(size: int, multiple: int) -> int:
 
 def _too_short(corpus: Corpus, sequence_length: int) -> ValueError:
     return ValueError(
-        f"training.sequence_length is {sequence_length}; accepted is less than the {len(corpus.tokens)} bytes of data"
+        f"training.sequence_length is {sequence_length}; accepted is less than the {len(corpus.tokens)} tokens of data"
     )
 
 

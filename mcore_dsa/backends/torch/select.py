@@ -28,6 +28,7 @@ from mcore_dsa.backends.torch.topk import RunningTopK, topk_workspace
 from mcore_dsa.checks import check_positive
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.precision import product_precision
+from mcore_dsa.ranges import ranged
 
 # Pool ids written at a time for rows that take all they see.
 _FILL_ELEMENTS = 1 << 18
@@ -136,6 +137,7 @@ def _select_strip(
     return top.slots
 
 
+@ranged("scoring")
 def _score_block(scorer: TileScorer, key_PD: Tensor, strip: _RowStrip, begin: int, score_RM: Tensor) -> None:
     """Scores of pool slots `begin ... begin + c - 1`; what no row of a tile sees is left unwritten."""
     rows, pools = scorer.tile.rows, scorer.tile.pools

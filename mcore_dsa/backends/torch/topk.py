@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_dsa.ranges import ranged
 from mcore_dsa.workspace import Buffer, Workspace
 
 _INVISIBLE = -(1 << 31)
@@ -67,6 +68,7 @@ class RunningTopK:
         """fp32 `[rows, columns]` to be filled with the scores of the next columns; not initialised."""
         return self._whole(self._scores, columns)[:, self._kept :]
 
+    @ranged("top-k")
     def merge(self, first: int, columns: int, end_R: Tensor, least_end: int, *, last: bool) -> None:
         """Take the filled block in, whose columns are slots `first ... first + columns - 1`.
 

@@ -20,6 +20,7 @@ from mcore_dsa.kernels import scoring, topk
 from mcore_dsa.kernels.operands import on_16_bytes
 from mcore_dsa.kernels.scoring import CHUNK, GROUP, POOLS, Block
 from mcore_dsa.kpool import PoolLayout, RowBounds
+from mcore_dsa.ranges import named
 from mcore_dsa.workspace import Buffer, Workspace
 
 # Rows that go through the kernels together, one program of the top-k each; a call of a sharded layer has as many.
@@ -177,26 +178,28 @@ class _Call:
             counters.tile_pairs += tile_rows * POOLS * int(span_T.sum())
             buffers = held["order_RM"], held["peak_RM"]
             if whole:
-                scoring.score(
-                    self.q_SBHD,
-                    self.weights_SBH,
-                    self.key_PBD,
-                    *self.bounds,
+                with named("scoring"):
+                    scoring.score(
+                        self.q_SBHD,
+                        self.weights_SBH,
+                        self.key_PBD,
+                        *self.bounds,
+                        *buffers,
+                        block,
+                        budget=budget,
+                        chunks=-(-int(span_T.max()) // CHUNK),
+                        use_relu=self.use_relu,
+                    )
+            with named("top-k"):
+                topk.select(
                     *buffers,
+                    held["column_RM"],
+                    *self.bounds,
+                    self.selection_BSK,
                     block,
-                    budget=budget,
-                    chunks=-(-int(span_T.max()) // CHUNK),
-                    use_relu=self.use_relu,
+                    first_pool_id=self.first_pool_id,
+                    more=begin + strip.tiles < whole,
                 )
-            topk.select(
-                *buffers,
-                held["column_RM"],
-                *self.bounds,
-                self.selection_BSK,
-                block,
-                first_pool_id=self.first_pool_id,
-                more=begin + strip.tiles < whole,
-            )
 
 
 def spans(first_R: Tensor, visible_R: Tensor, budget: int, begin: int, tiles: int, tile_rows: int) -> Tensor:
