@@ -259,7 +259,7 @@ def test_a_log_of_anything_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> 
 def test_an_index_that_is_longer_than_its_data_is_refused(tmp_path: Path) -> None:
     write_indexed(tmp_path / "set", [[1, 2, 3], [4] * 9])
     (tmp_path / "set.bin").write_bytes(b"1234")
-    with pytest.raises(ValueError, match="^data has '.*set'; accepted are PREFIX.idx and PREFIX.bin"):
+    with pytest.raises(ValueError, match=r"^data has '.*set'; accepted are PREFIX.idx and PREFIX.bin"):
         read_corpus([str(tmp_path / "set")], max_bytes=100)
 
 
