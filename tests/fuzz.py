@@ -40,6 +40,7 @@ class Target:
         errors: what the entry documents to raise.
         share: of all cases, relative to the others.
         explains: whether its errors are all its own and say what is accepted.
+        prepare: what its cases are made of, once, before bounds hold.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Target:
     errors: tuple[type[Exception], ...]
     share: int
     explains: bool = True
+    prepare: Callable[[], object] = lambda: None
 
 
 class TookTooLong(BaseException):
@@ -64,8 +66,9 @@ def targets() -> dict[str, Target]:
     import fuzz_calls
     import fuzz_files
     import fuzz_records
+    import fuzz_runs
 
-    found = (*fuzz_calls.TARGETS, *fuzz_files.TARGETS, *fuzz_records.TARGETS)
+    found = (*fuzz_calls.TARGETS, *fuzz_files.TARGETS, *fuzz_records.TARGETS, *fuzz_runs.TARGETS)
     return {target.name: target for target in found}
 
 
@@ -124,6 +127,8 @@ def in_bounds(cases: Mapping[str, int], number: int) -> dict[str, int]:
 
     faulthandler.enable()
     known = targets()
+    for name in cases:
+        known[name].prepare()
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + CASE_BYTES,) * 2)
     signal.signal(signal.SIGALRM, too_long)

@@ -224,53 +224,24 @@ _POSITIONAL = ("key", "gate", "ape", "q", "weights", "pool_key", "latent", "sele
 def _function_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
     tokens, batch, heads, dim, pool = 13, 2, 2, 3, 4
     generator = torch.Generator().manual_seed(draw(st.integers(0, 3)))
-    layout = PoolLayout.dense(tokens, pool_size=pool, batch=batch)
-    position = torch.arange(tokens)
     q = torch.randn(tokens, batch, heads, dim, generator=generator)
-    weights, key = q[..., 0], q[:, :, 0]
+    weights, key, ape = q[..., 0], q[:, :, 0], torch.zeros(pool, dim)
     pools = torch.randn(tokens // pool, batch, dim, generator=generator)
     selection = torch.full((batch, tokens, 2), -1, dtype=torch.int32)
     selection[:, 3:, 0] = 0
-    attended = {
-        "q": q,
-        "latent": key,
-        "selection": selection,
-        "layout": layout,
-        "position": position,
-        "softmax_scale": 0.5,
-        "always_select_tail": True,
-        "attend_bytes": 2**24,
-    }
-    sharded = {"query_shard_group": None, "partition": RowPartition.contiguous(tokens, 1)}
+    where: dict[str, Any] = {"layout": PoolLayout.dense(tokens, pool_size=pool, batch=batch)}
+    where["position"] = torch.arange(tokens)
+    scoring = {"q": q, "weights": weights, "pool_key": pools, **where, "budget": 2, "score_bytes": 2**24}
+    attending = {"q": q, "latent": key, "selection": selection, **where, "softmax_scale": 0.5, "attend_bytes": 2**24}
+    attending["always_select_tail"] = True
+    shared = {"query_shard_group": None, "partition": RowPartition.contiguous(tokens, 1)}
     sound: dict[Any, dict[str, Any]] = {
-        compress_keys: {"key": key, "gate": key, "ape": torch.zeros(pool, dim), "layout": layout},
-        select_pools: {
-            "q": q,
-            "weights": weights,
-            "pool_key": pools,
-            "layout": layout,
-            "position": position,
-            "budget": 2,
-            "score_bytes": 2**24,
-            "use_relu": True,
-        },
-        expand_selection: {
-            "selection": selection,
-            "layout": layout,
-            "position": position,
-            "always_select_tail": True,
-        },
-        sparse_attention: attended,
-        sparse_attention_sharded: attended | sharded,
-        select_pools_sharded: {
-            "q": q,
-            "weights": weights,
-            "pool_key": pools,
-            "layout": layout,
-            "position": position,
-            "budget": 2,
-            **sharded,
-        },
+        compress_keys: {"key": key, "gate": key, "ape": ape, "layout": where["layout"]},
+        select_pools: {**scoring, "use_relu": True},
+        select_pools_sharded: {**scoring, **shared, "overlap": True},
+        expand_selection: {"selection": selection, **where, "always_select_tail": True},
+        sparse_attention: attending,
+        sparse_attention_sharded: {**attending, **shared},
     }
     make = draw(st.sampled_from(list(sound)))
     return make, draw(changed_arguments(sound[make]))
@@ -349,7 +320,7 @@ def _session(steps: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 TARGETS = (
-    Target("settings", SETTINGS, _settings, (), 16),
+    Target("settings", SETTINGS, _settings, (), 24),
     Target("layouts", _layout_calls().filter(_is_modest), _layout, REFUSAL, 12),
     Target("plans", _plan_calls().filter(_is_modest), _plan, REFUSAL, 6),
     Target("packs", _packs(), _pack, REFUSAL, 8),

@@ -1,5 +1,6 @@
 """What `make fuzz` has found, each with the answer that it has to get."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from records import fields_of, random_record
 from safetensors import safe_open
 from safetensors.torch import save_file
-from train_runs import ROOT
+from train_runs import ROOT, write_indexed
 
 from mcore_dsa import (
     DsaGeometry,
@@ -24,10 +25,13 @@ from mcore_dsa import (
     sparse_attention,
 )
 from mcore_dsa.checkpoint import absorb_up_projections, merge_attention
+from mcore_dsa.cli.report import _series, _steps
 from mcore_dsa.megatron.batch import plan_of
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition, partition_rows
 from mcore_dsa.train.config import parse_config
+from mcore_dsa.train.data import read_corpus
+from mcore_dsa.train.stored import _described
 from mcore_dsa.work import best_partition, selection_work
 
 HUGE = 2**62
@@ -224,6 +228,39 @@ def test_metadata_of_a_record_that_say_something_else_are_refused(tmp_path: Path
     save_file(tensors, tmp_path / "b", {**metadata, field: value})
     with pytest.raises(ValueError, match=rf"^{field} is .* in the file's metadata; accepted"):
         SelectionRecord.load(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("job", "found"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 5000, "is no JSON"),
+        ('{"step": 1, "step": 2}', "is no JSON: step stands there twice"),
+        ("[]", "has step None"),
+        ('{"step": "1", "run": {}, "layout": {}}', "has step '1'"),
+        ('{"step": 1, "run": null, "layout": {}}', "has run None"),
+        ('{"step": 1, "run": {}}', "has layout None"),
+    ],
+)
+def test_a_checkpoint_that_describes_no_run_is_refused_by_its_file(tmp_path: Path, job: str, found: str) -> None:
+    (tmp_path / "job.json").write_text(job)
+    with pytest.raises(ValueError, match=rf"job\.json {re.escape(found)}.*; accepted is"):
+        _described(tmp_path)
+
+
+def test_a_log_of_anything_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+    lines = ["[" * 5000, '{"step": Infinity, "loss": 1.0}', '{"step": 1, "loss": 5.0, "step_ms": 0, "indexer_ms": 1}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    steps, lost = _steps(tmp_path)
+    assert (len(steps), lost) == (1, 2)
+    assert _series(steps, "indexer_ms", "step_ms") == []
+
+
+def test_an_index_that_is_longer_than_its_data_is_refused(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "set", [[1, 2, 3], [4] * 9])
+    (tmp_path / "set.bin").write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"^data has '.*set'; accepted are PREFIX.idx and PREFIX.bin"):
+        read_corpus([str(tmp_path / "set")], max_bytes=100)
 
 
 @pytest.mark.parametrize("odd", [b"data: {x: []}", b"data: [\xff]", b"data: [\0]"])

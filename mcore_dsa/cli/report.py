@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +12,7 @@ from typing import Any
 
 from mcore_dsa.cli import pictures
 from mcore_dsa.cli.outcome import Outcome
+from mcore_dsa.hf_config import parse_json
 from mcore_dsa.record import SelectionRecord
 
 type Step = dict[str, Any]
@@ -78,10 +78,10 @@ def _steps(folder: Path) -> tuple[list[Step], int]:
     steps, lost = [], 0
     for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            step = json.loads(line)
+            step = parse_json(line.encode())
             float(step["loss"]), int(step["step"])
             steps.append(step)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             lost += 1
     if not steps:
         raise ValueError(f"{metrics} holds no step; accepted is the log of a run that has done one")
@@ -94,7 +94,7 @@ def _series(steps: Sequence[Step], name: str, over: str | None = None) -> list[t
     return [
         (step["step"], step[name] / (1 if over is None else step[over]))
         for step in steps
-        if all(isinstance(step.get(each), int | float) for each in names)
+        if all(isinstance(step.get(each), int | float) for each in names) and (over is None or step[over])
     ]
 
 

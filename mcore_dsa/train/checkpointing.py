@@ -56,7 +56,7 @@ def resume_faults(
         for name in sorted(run.keys() | checkpoint.run.keys())
         if run.get(name) != checkpoint.run.get(name)
     ]
-    expert = checkpoint.layout["expert"]
+    expert = checkpoint.layout.get("expert")
     if config.parallel.expert != expert:
         faults.append(
             f"parallel.expert is {config.parallel.expert}; accepted to resume {checkpoint.folder} is {expert}: "

@@ -29,16 +29,16 @@ def indexed_documents(prefixes: Sequence[str], *, max_bytes: int) -> Iterator[np
     for prefix in prefixes:
         try:
             dataset = IndexedDataset(prefix)
+            for first, stop in pairwise(dataset.document_indices):
+                if left <= 0:
+                    return
+                parts = [dataset[int(sequence)] for sequence in range(first, stop)]
+                tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
+                count = left // tokens.itemsize
+                left -= tokens.nbytes
+                yield tokens[:count].astype(np.int32)
         except Exception as error:
-            # Megatron's reader asserts, and unpacks what there is.
+            # Megatron's reader asserts, and unpacks what there is, in its index as in its data.
             raise ValueError(
                 f"data has {prefix!r}; accepted are PREFIX.idx and PREFIX.bin of megatron.core.datasets: {error}"
             ) from error
-        for first, stop in pairwise(dataset.document_indices):
-            if left <= 0:
-                return
-            parts = [dataset[int(sequence)] for sequence in range(first, stop)]
-            tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
-            count = left // tokens.itemsize
-            left -= tokens.nbytes
-            yield tokens[:count].astype(np.int32)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mcore_dsa.files import DIGESTS, differing, digest_of, names_in, read_digests, replace_text, sync, write_digests
+from mcore_dsa.hf_config import parse_json, shown
 from mcore_dsa.train.run_dir import CHECKPOINTS, set_aside
 from mcore_dsa.train.together import of_every_rank
 
@@ -200,15 +201,31 @@ def _whole(folder: Path) -> tuple[Checkpoint | None, str | None]:
         mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
         # What is read next, on every rank.
         faults += differing(folder, digests, dict.fromkeys([JOB, *mine]) if JOB in digests else mine)
-        job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        checkpoint = Checkpoint(folder=folder, step=job["step"], run=job["run"], layout=job["layout"])
+        checkpoint = _described(folder)
         if folder != folder_of(folder.parent.parent, checkpoint.step):
             faults.append(f"{folder / JOB} is of step {checkpoint.step}; accepted is that of its folder")
     except FileNotFoundError as error:
         faults.append(f"{error.filename} is missing; accepted is a file of a complete checkpoint")
     except OSError as error:
         faults.append(f"{error.filename} cannot be read: {error.strerror}")
-    except (ValueError, KeyError, TypeError) as error:
-        faults.append(str(error) if isinstance(error, ValueError) else f"{folder / JOB} lacks {error}")
+    except ValueError as error:
+        faults.append(str(error))
     told = [fault for of_rank in of_every_rank(faults) for fault in of_rank]
     return (None, told[0]) if told else (checkpoint, None)
+
+
+def _described(folder: Path) -> Checkpoint:
+    """A checkpoint as its `job.json` says.
+
+    Raises: OSError where it cannot be read, ValueError where it says something else.
+    """
+    path, kinds = folder / JOB, {"step": int, "run": dict, "layout": dict}
+    try:
+        job = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}; accepted is what a run writes there") from error
+    said: dict[str, Any] = {name: job.get(name) if isinstance(job, dict) else None for name in kinds}
+    for name, kind in kinds.items():
+        if not isinstance(said[name], kind):
+            raise ValueError(f"{path} has {name} {shown(said[name])}; accepted is an object of type {kind.__name__}")
+    return Checkpoint(folder=folder, **said)
