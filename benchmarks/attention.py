@@ -35,7 +35,7 @@ class Rank:
 
     @classmethod
     def of(cls, rows: int, heads: int) -> Rank:
-        """The last rows of a document, each with its whole budget and a tail."""
+        """The last rows of a document, each with its whole budget, and three of four with a tail."""
         generator = torch.Generator().manual_seed(rows)
         layout = PoolLayout.dense(TOKENS, pool_size=POOL_SIZE)
         bounds = layout.bounds(torch.arange(TOKENS - 1 - rows, TOKENS - 1))

@@ -243,9 +243,11 @@ class RowBounds:
 
     def take(self, rows: slice | Tensor) -> RowBounds:
         """The bounds of some of the rows, by a slice or by int64 indices; to the host come those of all, once."""
-        taken = RowBounds(
-            self.position_S[rows], self.first_BS[:, rows], self.visible_BS[:, rows], self.tail_BS[:, rows]
-        )
+        # Whatever mode asks first, a later step of training may save them for its backward.
+        with torch.inference_mode(False):
+            taken = RowBounds(
+                self.position_S[rows], self.first_BS[:, rows], self.visible_BS[:, rows], self.tail_BS[:, rows]
+            )
         vars(taken)["_taken_from"] = self, rows
         return taken
 

@@ -3,7 +3,7 @@
 Letters of shapes: `mcore_dsa/__init__.py`.
 
 Sharded and unsharded are one function with a group argument, and their results are equal bit for bit: what comes of a
-row depends neither on the rows beside it nor, in attention, on the heads beside its own; an exchange moves bits.
+row depends neither on the rows beside it nor, in attention on CPUs, on the heads beside its own; an exchange moves bits.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def sparse_attention_sharded(
         q_SBHC: floating `[s, b, heads / G, c]`, all rows; kv_TBC, layout, position_S: equal on every rank.
         selection_BOK: int32 `[b, o, budget]`, of this rank's own rows, slice after slice.
         partition: who owns which of the `s` rows, contiguous shards by default and in place of replicated rows.
-        attend_bytes: bytes that attention may hold, as in `sparse_attention` with all heads, and the exchange again,
+        attend_bytes: equal on every rank: bytes that attention may hold, as in `sparse_attention` with all heads, and the exchange again,
             unless one row takes more.
         agreed: as for `select_pools_sharded`; compared are the arguments but for what tensors hold, positions aside.
 

@@ -6,13 +6,18 @@ import pytest
 import torch
 from harness import RanksFailed, megatron_ranks
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from models import POOL, ROWS, TOPK, Run, assert_equal, config, gpt, tokens, train
+from models import BATCH, POOL, ROWS, TOPK, Run, assert_equal, attentions, config, gpt, tokens, train
 from packs import Pack, Pass, assert_close, move, run_dense, run_pack
 from recorder import Recorder
 from test_recompute import WAYS
 
 from mcore_dsa.rows import partition_rows
-from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, ATTEND_SHARD_VARIABLE, PARTITION_VARIABLE
+from mcore_dsa.settings import (
+    ATTEND_BYTES_VARIABLE,
+    ATTEND_SHARD_VARIABLE,
+    PARTITION_VARIABLE,
+    STORE_BYTES_VARIABLE,
+)
 
 STEPS = 10
 # Lengths that need tails, padding within documents and behind the last.
@@ -133,6 +138,22 @@ def test_no_collective_carries_selections() -> None:
             # Rows of the indexer travel as bytes, queries and outputs as they are.
             assert (torch.int32 in dtypes) == (shard == "heads")
             assert torch.float32 in dtypes
+
+
+def recomputed_within(store_bytes: int) -> int:
+    """How many recomputes found the selection of their first pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STORE_BYTES_VARIABLE, str(store_bytes))
+        model, ids = gpt(config(**WAYS["full"])), tokens()
+    model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean().backward()
+    return sum(layer.recomputed["found"] for layer in attentions(model))
+
+
+def test_the_store_is_sized_for_own_rows() -> None:
+    """With the flag off every rank selects for all rows, and keeps those that it attends."""
+    own = 2 * BATCH * (ROWS // 2) * (TOPK // POOL) * 4
+    for store_bytes, found in ((own, 2), (own - 1, 0)):
+        assert megatron_ranks(recomputed_within, 2, store_bytes, tp=2, env=env("rows", "off")) == [found] * 2
 
 
 def disagree() -> None:

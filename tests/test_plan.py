@@ -141,3 +141,14 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], kind: type[Except
     SelectionPlan.packed(**good)
     with pytest.raises(kind, match=message):
         SelectionPlan.packed(**{**good, **changed})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_evaluation_asks_first_can_be_saved_for_backward(kind: Any) -> None:
+    """Rows are taken when they are first asked for, and kept for the training step that comes after."""
+    sizes = {"batch": 1, "pool_size": 4, "budget": 2, "tp_rank": 0, "tp_size": 2}
+    plan = SelectionPlan.dense(40, partition=kind, **sizes)
+    with torch.inference_mode():
+        asked = [plan.own, plan.attended_own, *plan.attended_pieces(7)]
+    for bounds in asked:
+        assert not any(getattr(bounds, field.name).is_inference() for field in fields(bounds))

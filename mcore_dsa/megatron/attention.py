@@ -176,8 +176,7 @@ class KPoolDSAttention(MegatronModule):
     @torch.no_grad()
     def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept | None]:
         """int32 `[b, s, budget]`, of every row and what backward keeps, or whole, of rows that this rank attends."""
-        by_rows = self.settings.attend_shard.value == "rows" and self.tp_group.size() > 1
-        gather = None if by_rows else self._gather(plan)
+        gather = None if self._cuts_rows else self._gather(plan)
         own_BOK, digests = self._own_selection(batch, plan, gather)
         whole_BSK = None if gather is None else gather.finish(own_BOK)
         if digests is not None:
@@ -237,10 +236,15 @@ class KPoolDSAttention(MegatronModule):
         budget, overlap = self.config.dsa_indexer_pool_budget, self.settings.overlap.value
         return gather_of(plan, self.tp_group, budget=budget, overlap=overlap)
 
+    @property
+    def _cuts_rows(self) -> bool:
+        return self.settings.attend_shard.value == "rows" and self.tp_group.size() > 1
+
     def _stores(self, plan: SelectionPlan) -> bool:
         """Whether selections are kept for recomputes: not where they could take too much."""
         config = self.config
-        rows = plan.layout.batch * plan.partition.rows_per_rank
+        kept = plan.attended if self._cuts_rows else plan.partition
+        rows = plan.layout.batch * kept.rows_per_rank
         most = recompute.held_bytes(
             rows * config.dsa_indexer_pool_budget * torch.int32.itemsize,
             layers=config.num_layers,
