@@ -3,7 +3,8 @@
 Letters of shapes: `mcore_dsa/__init__.py`.
 
 Sharded and unsharded are one function with a group argument, and their results are equal bit for bit: what comes of a
-row depends neither on the rows beside it nor, in attention on CPUs, on the heads beside its own; an exchange moves bits.
+row does not depend on the rows beside it nor, in attention on CPUs, on the heads beside its own; an exchange moves
+bits.
 """
 
 from __future__ import annotations

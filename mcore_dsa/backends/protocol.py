@@ -84,7 +84,7 @@ class Backend(Protocol):
         """Fill `out_SBHC` as `mcore_dsa.sparse_attention` does, and return what backward needs of it beside the inputs.
 
         A selection with faults reads nothing outside of the latents. The output of a row and head does not depend on
-        the rows beside it, nor, on CPUs, on the heads. `selection_BSK` may be strided.
+        the rows beside it nor, on CPUs, on the heads. `selection_BSK` may be strided.
 
         Raises: ValueError for less than `smallest_attend_bytes`.
         """
