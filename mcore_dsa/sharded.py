@@ -115,6 +115,7 @@ def sparse_attention_sharded(
         partition: who owns which of the `s` rows, contiguous shards by default and in place of replicated rows.
         attend_bytes: equal on every rank, as is the partition: bytes that attention may hold, as in
             `sparse_attention` with all heads, and the exchange again, unless one row takes more.
+        agreed: as for `select_pools_sharded`; compared are the arguments but for what tensors hold, positions aside.
 
     Returns: `[s, b, heads / G, c]`, differentiable once. The gradient of `kv_TBC` is that of this rank's rows and all
     heads: the sum over ranks is the whole one, as it is of gradients of all rows and own heads.
