@@ -17,7 +17,7 @@ from mcore_dsa.reference import reference_expand, reference_scores, reference_se
 SIGNATURE = (
     "(q, k, weights, index_topk, pool_size, gate_score, ape, mask=None, varlen_starts=None, varlen_ends=None, "
     "key_positions=None, cu_seqlens_kv=None, use_relu=True, always_select_tail=True, fp8_indexer=False, "
-    "query_shard_group=None)"
+    "query_shard_group=None, agreed=False)"
 )
 
 

@@ -264,6 +264,6 @@ def test_a_run_says_what_it_left_out(folder: Path, caplog: pytest.LogCaptureFixt
 
     os.mkfifo(folder / "sub" / "pipe")
     config = tiny(folder / "run", f"--data {folder / 'sub'} --training.sequence_length 2")
-    job._open_run_dir(job.prepare(config, 2))
+    job._tell_data(job.prepare(config, 2))
     said = [record.getMessage() for record in caplog.records if record.name == job.__name__]
     assert said == [f"1 entries of data were left out, among them {folder / 'sub/pipe'} (no regular file)"]

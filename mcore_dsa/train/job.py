@@ -312,15 +312,19 @@ def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
             # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
             fields = json.loads(json.dumps(asdict(job.config)))
             (run_dir.path / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
-            _logger.info(
-                "%d tokens of text from %d documents, %d samples an epoch",
-                len(job.corpus.tokens),
-                job.corpus.files,
-                len(job.samples),
-            )
-            if left_out := job.corpus.left_out:
-                some = ", ".join(left_out[:8])
-                _logger.warning("%d entries of data were left out, among them %s", len(left_out), some)
+            _tell_data(job)
+
+
+def _tell_data(job: Job) -> None:
+    _logger.info(
+        "%d tokens of text from %d documents, %d samples an epoch",
+        len(job.corpus.tokens),
+        job.corpus.files,
+        len(job.samples),
+    )
+    if left_out := job.corpus.left_out:
+        some = ", ".join(left_out[:8])
+        _logger.warning("%d entries of data were left out, among them %s", len(left_out), some)
 
 
 def _nothing_left(job: Job) -> Summary:
