@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -90,28 +90,31 @@ def every_case(group: Any, seeds: range) -> int:
         exact = case.to(torch.float64).run()[2]
         # Products that are added in another order: as many more roundings as terms, of the sum of their sizes.
         sizes = replace(case, kv=case.kv).to(torch.float64).run()[2].abs().amax() if case.kv.numel() else 0.0
-        for partition in partitions(rows, ranks, seed):
+        by_heads = replace(share(case, RowPartition.contiguous(rows, ranks), rank), selection=case.selection).run()
+        # Three seeds give each partition every budget.
+        budgets = cycle((least, 4 * least, 2**28))
+        for _ in range(seed % 3):
+            next(budgets)
+        for partition, attend_bytes in zip(partitions(rows, ranks, seed), budgets, strict=False):
             mine = share(case, partition, rank)
-            by_heads = replace(mine, selection=case.selection).run()
             heads = mine.q.shape[2]
-            for attend_bytes in (least, 4 * least, 2**28):
-                out, q_grad, kv_grad = run_by_rows(mine, group, partition=partition, attend_bytes=attend_bytes)
-                for ours, theirs, all_heads in zip((out, q_grad), by_heads, whole, strict=False):
-                    assert torch.equal(ours, theirs)
-                    assert torch.equal(ours, all_heads[:, :, rank * heads : (rank + 1) * heads])
-                total = kv_grad.double()
-                if group is not None:
-                    dist.all_reduce(total, group=group)
-                rounding = torch.finfo(kv_grad.dtype).eps * ranks + EPS * 8 * len(case.position)
-                assert bool(((total - exact).abs() <= rounding * (1 + sizes)).all())
-                compared += 1
+            out, q_grad, kv_grad = run_by_rows(mine, group, partition=partition, attend_bytes=attend_bytes)
+            for ours, theirs, all_heads in zip((out, q_grad), by_heads, whole, strict=False):
+                assert torch.equal(ours, theirs)
+                assert torch.equal(ours, all_heads[:, :, rank * heads : (rank + 1) * heads])
+            total = kv_grad.double()
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            rounding = torch.finfo(kv_grad.dtype).eps * ranks + EPS * 8 * len(case.position)
+            assert bool(((total - exact).abs() <= rounding * (1 + sizes)).all())
+            compared += 1
     return compared
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rows_and_heads_give_equal_bits(ranks: int) -> None:
     """Dense and packed, one and two samples, every partition, ragged and empty shards, one row a piece and all."""
-    assert run_ranks(in_world, ranks, range(6), timeout=120) == [72] * ranks
+    assert run_ranks(in_world, ranks, range(6), timeout=120) == [24] * ranks
 
 
 def in_world(seeds: range) -> int:
@@ -119,7 +122,7 @@ def in_world(seeds: range) -> int:
 
 
 def test_a_group_of_one_is_none() -> None:
-    assert every_case(None, range(6)) == 72
+    assert every_case(None, range(6)) == 24
 
 
 def in_halves(seeds: range) -> int:
@@ -128,7 +131,7 @@ def in_halves(seeds: range) -> int:
 
 
 def test_in_sub_groups() -> None:
-    assert run_ranks(in_halves, 4, range(10, 12), timeout=120) == [24] * 4
+    assert run_ranks(in_halves, 4, range(9, 12), timeout=120) == [12] * 4
 
 
 @given(segmentations(max_tokens=60), st.integers(0, 999), st.sampled_from([torch.float32, torch.bfloat16]))
