@@ -58,7 +58,7 @@ class SelectionPlan:
         row_O = torch.cat(own) if own else torch.arange(0, device="cpu")
         return self.bounds.take(row_O.to(self.layout.device))
 
-    @property
+    @cached_property
     def attended(self) -> RowPartition:
         """Who attends which rows where attention is cut by rows: who selects for them; of rows for which every rank
         does, contiguous shards.

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mcore_dsa import SelectionRecord, from_rollout
 from mcore_dsa.megatron import KPoolDSAIndexer, ModelSelections
-from mcore_dsa.settings import PARTITION_VARIABLE, STORE_VARIABLE
+from mcore_dsa.settings import ATTEND_SHARD_VARIABLE, PARTITION_VARIABLE, STORE_VARIABLE
 
 PARTITIONS = ("off", "1", "zigzag", "balanced")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -137,6 +137,26 @@ def test_a_replay_is_the_recorded_forward(layout: str, pack: Pack) -> None:
     # As many entries as rows see, up to the budget, whatever shards and recomputes them.
     visible_T = seen[0].visible_T
     assert int((seen[0].selection_xTK >= 0).sum()) == 2 * int(visible_T.clamp(max=seen[0].budget).sum())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "partition", "pack"), [({"tp": 2}, "off", DENSE), ({"tp": 2, "cp": 2}, "zigzag", PACK)]
+)
+def test_replays_where_attention_is_cut_by_rows(sizes: dict[str, int], partition: str, pack: Pack) -> None:
+    """No rank has the whole selection then; the record has it, and is that of attention cut by heads."""
+    ranks = sizes["tp"] * sizes.get("cp", 1)
+    ways = {"rows": ("full, stored", "core_attn, asked again"), "heads": ("none",)}
+    seen = [
+        record
+        for shard, some in ways.items()
+        for records in megatron_ranks(
+            replayed, ranks, pack, partition, some, env={ATTEND_SHARD_VARIABLE: shard}, **sizes
+        )
+        for record in records
+    ]
+    assert len(seen) == 3 * ranks
+    for record in seen:
+        assert_records_equal(record, seen[0])
 
 
 def in_flight() -> None:

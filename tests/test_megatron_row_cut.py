@@ -1,13 +1,14 @@
 """The module with attention cut by rows against attention cut by heads, in the same layout."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness import RanksFailed, megatron_ranks
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from models import BATCH, POOL, ROWS, TOPK, Run, assert_equal, attentions, config, gpt, tokens, train
-from packs import Pack, Pass, assert_close, move, run_dense, run_pack
+from models import BATCH, POOL, ROWS, TOPK, Run, assert_equal, attentions, config, gpt, tokens, train, under_each
+from packs import ROUNDINGS, Pack, Pass, assert_close, move, run_dense, run_pack
 from recorder import Recorder
 from test_recompute import WAYS
 
@@ -19,7 +20,6 @@ from mcore_dsa.settings import (
     STORE_BYTES_VARIABLE,
 )
 
-STEPS = 10
 # Lengths that need tails, padding within documents and behind the last.
 PACK = Pack.of(37, 0, 73, 5, 24, multiple=24, behind=1)
 KINDS: dict[str, tuple[Any, Any]] = {"dense": (run_dense, ROWS), "packed": (run_pack, PACK)}
@@ -30,26 +30,29 @@ def env(shard: str, word: str, attend_bytes: str = "") -> dict[str, str]:
     return {PARTITION_VARIABLE: word, ATTEND_SHARD_VARIABLE: shard, ATTEND_BYTES_VARIABLE: attend_bytes}
 
 
-def one_after_the_other(kind: str, words: list[str], options: dict[str, Any]) -> list[Pass]:
-    """A pass by heads, one of weights that rounding has moved, and one by rows for each partition."""
-    run, what = KINDS[kind]
-    passes = []
-    for word, shard, moved in (
-        ("contiguous", "heads", False),
-        ("contiguous", "heads", True),
-        *((word, "rows", False) for word in words),
-    ):
-        # The least that holds an item of all heads leaves the exchange a few rows a piece.
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in env(shard, word, "128KiB" if shard == "rows" else "").items():
-                patch.setenv(name, value)
-            torch.manual_seed(1234)
-            model_parallel_cuda_manual_seed(1234)
-            passes.append(run(what, gpt, moved, **options))
-    return passes
+def moved_gpt(cfg: Any) -> Any:
+    model = gpt(cfg)
+    move(model)
+    return model
 
 
-def compare(rank: int, tp: int, found: list[Pass], words: list[str], where: str) -> None:
+def one_after_the_other(words: Sequence[str], options: dict[str, Any]) -> dict[str, list[Pass]]:
+    """Of each kind a pass by heads, one of weights that rounding has moved, and one by rows for each partition."""
+    heads = [env("heads", "contiguous")]
+    # The least that holds an item of all heads leaves the exchange a few rows a piece.
+    rows = [env("rows", word, "128KiB") for word in words]
+    # Every other partition without recomputation.
+    ways = [options, {}]
+    found = {}
+    for kind, (run, what) in KINDS.items():
+        passes = partial(run, what, **options)
+        found[kind] = [*under_each(heads, passes, gpt), *under_each(heads, passes, moved_gpt)]
+        for number, of_word in enumerate(rows):
+            found[kind] += under_each([of_word], partial(run, what, **ways[number % 2]), gpt)
+    return found
+
+
+def compare(rank: int, tp: int, found: list[Pass], words: Sequence[str], where: str) -> None:
     heads, moved, *of_words = found
     for word, rows in zip(words, of_words, strict=True):
         for part in ("loss", "losses_X"):
@@ -66,38 +69,35 @@ def compare(rank: int, tp: int, found: list[Pass], words: list[str], where: str)
             if kind != "balanced" or num_rows == ROWS:
                 partition = partition_rows(kind, num_rows, tp, [ROWS], pool_size=POOL, budget=TOPK // POOL)
                 assert torch.equal(own, whole[:, [row for part in partition.slices(rank % tp) for row in part]])
-        assert rows.recomputed == heads.recomputed
         assert all(of["selected again"] == 0 for of in rows.recomputed)
+    # The first of the partitions recomputes as heads do.
+    assert of_words[0].recomputed == heads.recomputed
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (3, 1), (4, 1), (2, 2)])
-def test_rows_and_heads_give_equal_losses(tp: int, cp: int, kind: str) -> None:
-    """Every partition; each layout with another way to recompute."""
-    words = ["off", "contiguous", "zigzag", *(["balanced"] if cp == 1 else [])]
-    way = {(2, 1): "none", (3, 1): "full", (4, 1): "core_attn and mla_up_proj", (2, 2): "full"}[tp, cp]
-    found = megatron_ranks(one_after_the_other, tp * cp, kind, words, RECOMPUTE[way], tp=tp, cp=cp, timeout=120)
+@pytest.mark.parametrize(
+    ("tp", "cp", "way", "words"),
+    [
+        (2, 1, "full", ("off", "contiguous", "zigzag", "balanced")),
+        (3, 1, "full", ("off", "balanced")),
+        (4, 1, "core_attn and mla_up_proj", ("contiguous", "zigzag")),
+        (2, 2, "full", ("off", "contiguous", "zigzag")),
+    ],
+)
+def test_rows_and_heads_give_equal_losses(tp: int, cp: int, way: str, words: tuple[str, ...]) -> None:
+    """Every partition at two ranks and under context parallelism; each layout without and with a way to recompute."""
+    found = megatron_ranks(one_after_the_other, tp * cp, words, RECOMPUTE[way], tp=tp, cp=cp, timeout=120)
     for rank, of_rank in enumerate(found):
-        compare(rank, tp, of_rank, words, f"TP {tp}, CP {cp}, {kind}, {way}, rank {rank}")
+        for kind, passes in of_rank.items():
+            compare(rank, tp, passes, words, f"TP {tp}, CP {cp}, {kind}, {way}, rank {rank}")
 
 
-def moved_gpt(cfg: Any) -> Any:
-    model = gpt(cfg)
-    move(model)
-    return model
-
-
-def train_ten(word: str) -> tuple[Run, Run, Run]:
+def trained(word: str, steps: int) -> list[Run]:
     """By heads, by heads of weights that rounding has moved, and by rows."""
-    runs = []
-    for shard, build in (("heads", gpt), ("heads", moved_gpt), ("rows", gpt)):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in env(shard, word).items():
-                patch.setenv(name, value)
-            torch.manual_seed(1234)
-            model_parallel_cuda_manual_seed(1234)
-            runs.append(train(build, steps=STEPS))
-    return tuple(runs)
+    return [
+        *under_each([env("heads", word)], partial(train, gpt, steps=steps)),
+        *under_each([env("heads", word)], partial(train, moved_gpt, steps=steps)),
+        *under_each([env("rows", word)], partial(train, gpt, steps=steps)),
+    ]
 
 
 def assert_replicas_equal(runs: list[Run]) -> None:
@@ -112,13 +112,13 @@ def assert_replicas_equal(runs: list[Run]) -> None:
 @pytest.mark.parametrize(("tp", "word"), [(2, "zigzag"), (3, "off"), (4, "contiguous")])
 def test_ten_steps(tp: int, word: str) -> None:
     """The first loss is equal to the last bit; the others are as far apart as rounding takes them."""
-    found = megatron_ranks(train_ten, tp, word, tp=tp)
+    found = megatron_ranks(trained, tp, word, 10, tp=tp)
     for heads, moved, rows in found:
         assert heads.losses[0] == rows.losses[0]
         assert_equal(heads.logits[0], rows.logits[0])
         assert rows.losses[-1] < 0.9 * rows.losses[0]
-        # What rounding of every weight does, another order of a sum may do: some times as much, for each is one draw.
-        bound = 8 * max(abs(one - other) for one, other in zip(moved.losses, heads.losses, strict=True))
+        # Both are what rounding does: of every weight once, and of sums in another order in every step.
+        bound = ROUNDINGS * max(abs(one - other) for one, other in zip(moved.losses, heads.losses, strict=True))
         assert 0 < bound < 1e-2
         assert max(abs(one - other) for one, other in zip(rows.losses, heads.losses, strict=True)) <= bound
     assert_replicas_equal([rows for *_, rows in found])

@@ -154,7 +154,7 @@ class KPoolDSAttention(MegatronModule):
     def _attend(self, batch: Batch, plan: SelectionPlan, selection_BSK: Tensor, kept: Kept | None) -> Tensor:
         """`[s, b, heads / TP, kv_lora_rank]`, of a selection as `_select` gives it."""
         attend_bytes = self.settings.attend_bytes.value
-        cut = RowCut.of(plan, batch.query_SBHC, self.tp_group, attend_bytes) if kept is None else None
+        cut = RowCut.of(plan, batch.query_SBHC, self.tp_group, attend_bytes) if self._cuts_rows else None
         call = AttentionCall(
             plan.layout,
             plan.bounds if cut is None else plan.attended_own,
@@ -175,7 +175,7 @@ class KPoolDSAttention(MegatronModule):
 
     @torch.no_grad()
     def _select(self, batch: Batch, plan: SelectionPlan) -> tuple[Tensor, Kept | None]:
-        """int32 `[b, s, budget]`, of every row and what backward keeps, or whole, of rows that this rank attends."""
+        """int32 `[b, s, budget]`, of every row, and what backward keeps in its place; cut by rows, of own rows."""
         gather = None if self._cuts_rows else self._gather(plan)
         own_BOK, digests = self._own_selection(batch, plan, gather)
         whole_BSK = None if gather is None else gather.finish(own_BOK)
@@ -224,7 +224,7 @@ class KPoolDSAttention(MegatronModule):
                     digests,
                 )
             )
-            if rows < kept_BOK.shape[1]:
+            if gather is None and plan.partition.is_replicated:
                 (part,) = plan.attended.slices(plan.rank)
                 kept_BOK = kept_BOK[:, part.start : part.stop].clone()
             if place is not None and not place.carrier.again:
