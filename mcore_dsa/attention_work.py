@@ -5,7 +5,7 @@ Integers only, from the lengths of the documents alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -18,7 +18,7 @@ from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, AttendShard, Partition
 from mcore_dsa.sharded import OVERLAP_ROWS
 from mcore_dsa.work import Held, check_request
 
-_INT32 = 4
+_INT32 = _FP32 = 4
 # Bytes a second of one H200, by NVIDIA's data sheet: of its memory, and of NVLink in one direction.
 MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 4.8e12, 450e9
 
@@ -30,7 +30,9 @@ class AttentionRank:
     Attributes:
         rows: rows it attends. tokens: those that they attend, summed.
         forward_flops, backward_flops: of products alone; backward computes the logits anew.
-        read_bytes: latents gathered from memory in a pass, each row's once for all heads.
+        forward_memory_bytes: latents that rows gather from memory, each row's once for all heads.
+        backward_memory_bytes: those twice, and what each contributes to its latent's gradient, in fp32, written and
+            read, as Triton's kernels do; nothing of it stays in a cache.
         forward_received_bytes, backward_received_bytes: from other ranks: selections (by heads; those of forward are
             among the selection's own), or queries, outputs and their gradients.
         saved_bytes: kept for backward: queries and latents, and the selection of own rows.
@@ -41,7 +43,8 @@ class AttentionRank:
     tokens: int
     forward_flops: int
     backward_flops: int
-    read_bytes: int
+    forward_memory_bytes: int
+    backward_memory_bytes: int
     forward_received_bytes: int
     backward_received_bytes: int
     saved_bytes: int
@@ -49,9 +52,14 @@ class AttentionRank:
 
     @property
     def transfer_seconds(self) -> float:
-        """Estimate of both passes on one H200: every byte read and received, nothing of it at the same time."""
+        """Estimate of both passes on one H200: what is moved in memory and received, nothing of it at the same time."""
         received = self.forward_received_bytes + self.backward_received_bytes
-        return 2 * self.read_bytes / MEMORY_BYTES_PER_S + received / LINK_BYTES_PER_S
+        return self.memory_seconds + received / LINK_BYTES_PER_S
+
+    @property
+    def memory_seconds(self) -> float:
+        """What of it memory takes."""
+        return (self.forward_memory_bytes + self.backward_memory_bytes) / MEMORY_BYTES_PER_S
 
 
 def attention_work(
@@ -105,7 +113,8 @@ def attention_work(
                 # Logits and mixture; logits, gradients of weights and of queries, and twice those of latents.
                 forward_flops=2 * product,
                 backward_flops=5 * product,
-                read_bytes=tokens * channels * elem_bytes,
+                forward_memory_bytes=tokens * channels * elem_bytes,
+                backward_memory_bytes=2 * tokens * channels * (elem_bytes + _FP32),
                 forward_received_bytes=received[0],
                 backward_received_bytes=received[1],
                 saved_bytes=held.rows * (row + channels * elem_bytes) + kept * work.budget * _INT32,
@@ -139,17 +148,9 @@ def _gathered(selected: RowPartition, budget: int) -> int:
     return (selected.group_size - 1) * (selected.rows_per_rank + pieces) * budget * _INT32
 
 
-def best_shard(
-    lengths: Sequence[int], geometry: DsaGeometry, *, group_size: int, partition: Partition, context_size: int = 1
-) -> AttendShard:
-    """What to cut attention by: what takes the busiest rank less time for reading and exchange, by an H200's figures.
+def best_shard(shards: Mapping[AttendShard, Sequence[AttentionRank]]) -> AttendShard:
+    """What to cut attention by: what moves and receives in less time on the busiest rank, by an H200's figures.
 
     Products are the same in both cuts, to within how even the shards are.
     """
-    seconds: dict[AttendShard, float] = {}
-    for shard in get_args(AttendShard):
-        ranks = attention_work(
-            lengths, geometry, group_size=group_size, partition=partition, shard=shard, context_size=context_size
-        )
-        seconds[shard] = max(rank.transfer_seconds for rank in ranks)
-    return min(seconds, key=lambda shard: seconds[shard])
+    return min(shards, key=lambda shard: max(rank.transfer_seconds for rank in shards[shard]))

@@ -163,20 +163,23 @@ def test_what_is_read_is_cut_by_rows() -> None:
     by_heads, by_rows = (
         attention_work([524288], flash, group_size=8, partition="zigzag", shard=shard) for shard in SHARDS
     )
-    assert by_heads[0].read_bytes == pytest.approx(1.1e12, rel=0.01)
-    assert max(rank.read_bytes for rank in by_rows) == pytest.approx(by_heads[0].read_bytes / 8, rel=0.01)
+    assert by_heads[0].forward_memory_bytes == pytest.approx(1.1e12, rel=0.01)
+    assert by_heads[0].backward_memory_bytes == pytest.approx(6.6e12, rel=0.01)
+    assert max(rank.forward_memory_bytes for rank in by_rows) == pytest.approx(1.1e12 / 8, rel=0.01)
     # Queries and outputs, 3.76 GB a rank each way.
     assert by_rows[0].forward_received_bytes == 2 * 7 * 65536 * 8 * 512 * 2
     rank = by_rows[0]
     received = rank.forward_received_bytes + rank.backward_received_bytes
-    assert rank.transfer_seconds == 2 * rank.read_bytes / MEMORY_BYTES_PER_S + received / LINK_BYTES_PER_S
+    moved = rank.forward_memory_bytes + rank.backward_memory_bytes
+    assert rank.transfer_seconds == moved / MEMORY_BYTES_PER_S + received / LINK_BYTES_PER_S
 
 
 def test_the_best_cut_follows_the_lengths() -> None:
     flash = DsaGeometry.from_config(FLASH)
 
     def best(lengths: list[int], ranks: int, **options: Any) -> AttendShard:
-        return best_shard(lengths, flash, group_size=ranks, partition="zigzag", **options)
+        sizes: dict[str, Any] = {"group_size": ranks, "partition": "zigzag", **options}
+        return best_shard({shard: attention_work(lengths, flash, shard=shard, **sizes) for shard in SHARDS})
 
     assert best([524288], 8) == best([65536], 2) == best([524288], 8, context_size=2) == "rows"
     # Rows that see few tokens are cheap to read and as dear to move.

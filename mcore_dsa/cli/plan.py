@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
 
-from mcore_dsa.attention_work import MEMORY_BYTES_PER_S, attention_work, best_shard
+from mcore_dsa.attention_work import attention_work, best_shard
 from mcore_dsa.cli.outcome import WIDTH, Outcome, table
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
@@ -125,10 +125,14 @@ def _attention(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, 
     options: Report = {"group_size": tp, "partition": partition, "context_size": cp}
     shards = {shard: attention_work(lengths, geometry, shard=shard, **options) for shard in get_args(AttendShard)}
     return {
-        "best": best_shard(lengths, geometry, **options),
+        "best": best_shard(shards),
         "partition": partition,
         "shards": {
-            shard: {"transfer_seconds": max(rank.transfer_seconds for rank in ranks), "ranks": list(map(asdict, ranks))}
+            shard: {
+                "memory_seconds": max(rank.memory_seconds for rank in ranks),
+                "transfer_seconds": max(rank.transfer_seconds for rank in ranks),
+                "ranks": list(map(asdict, ranks)),
+            }
             for shard, ranks in shards.items()
         },
     }
@@ -214,7 +218,10 @@ def _selection_text(selection: Report) -> list[str]:
 
 
 def _attention_text(attention: Report) -> str:
-    flops, sizes = ("forward_flops", "backward_flops"), ("read", "forward_received", "backward_received", "saved")
+    flops, sizes = (
+        ("forward_flops", "backward_flops"),
+        ("forward_memory", "backward_memory", "forward_received", "backward_received", "saved"),
+    )
     rows = []
     for shard, entry in attention["shards"].items():
         most = {key: max(rank[key] for rank in entry["ranks"]) for key in entry["ranks"][0]}
@@ -226,10 +233,20 @@ def _attention_text(attention: Report) -> str:
                 f"{1e3 * entry['transfer_seconds']:.1f}",
             )
         )
-    titles = ("cut", "FLOPs forward", "backward", "bytes read a pass", "received forward", "backward", "saved", "ms")
+    titles = (
+        "cut",
+        "FLOPs forward",
+        "backward",
+        "memory forward",
+        "backward",
+        "received forward",
+        "backward",
+        "saved",
+        "ms",
+    )
     return (
-        f"Attention of a layer, {attention['partition']}: the greatest of all ranks; ms for what both passes read and\n"
-        "receive at an H200's 4.8 TB/s of memory and 450 GB/s of NVLink, an estimate\n"
+        f"Attention of a layer, {attention['partition']}: the greatest of all ranks; ms for what both passes move in\n"
+        "memory and receive, at an H200's 4.8 TB/s of memory and 450 GB/s of NVLink, an estimate\n"
         + table(titles, rows, text_columns=1)
     )
 
@@ -266,10 +283,9 @@ def _draw(selection: Report, attention: Report, path: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     for shard, entry in attention["shards"].items():
-        ranks = entry["ranks"]
-        read = max(2e3 * rank["read_bytes"] / MEMORY_BYTES_PER_S for rank in ranks)
+        read = 1e3 * entry["memory_seconds"]
         total = 1e3 * entry["transfer_seconds"]
-        cuts.bar(f"by {shard}", read, color="tab:blue", label="latents from memory" if shard == "heads" else None)
+        cuts.bar(f"by {shard}", read, color="tab:blue", label="memory" if shard == "heads" else None)
         cuts.bar(
             f"by {shard}",
             max(0.0, total - read),
