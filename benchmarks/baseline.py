@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_dsa.settings import DEFAULT_SCORE_BYTES
+from mcore_dsa.settings import DEFAULT_BYTES
 
 
 def select_by_mask(q_SBHD: Tensor, weights_SBH: Tensor, pool_key_PBD: Tensor, *, pool_size: int, budget: int) -> Tensor:
@@ -16,7 +16,7 @@ def select_by_mask(q_SBHD: Tensor, weights_SBH: Tensor, pool_key_PBD: Tensor, *,
     """
     rows, batch, heads, _ = q_SBHD.shape
     pools = pool_key_PBD.shape[0]
-    chunk = max(1, DEFAULT_SCORE_BYTES // (4 * batch * heads * pools))
+    chunk = max(1, DEFAULT_BYTES // (4 * batch * heads * pools))
     selection_BSK = torch.full((batch, rows, budget), -1)
     last_token_P = torch.arange(1, pools + 1) * pool_size - 1
     for start in range(0, rows, chunk):

@@ -15,7 +15,7 @@ from mcore_dsa.backends.choice import Target, triton_refusal
 from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.backends.torch.scoring import tile_for
 from mcore_dsa.backends.triton import TritonBackend
-from mcore_dsa.settings import DEFAULT_SCORE_BYTES
+from mcore_dsa.settings import DEFAULT_BYTES
 
 TOKENS = (8192, 65536)
 PRODUCTS = 20
@@ -57,7 +57,7 @@ def selection() -> None:
         took = milliseconds(select)
         bare = (before + bare_milliseconds_per_pair()) / 2 * inputs.work.scored_pairs
         peak, selected = requested_at_peak(select)
-        memory = (peak - selected.nbytes) / DEFAULT_SCORE_BYTES
+        memory = (peak - selected.nbytes) / DEFAULT_BYTES
         print(f"selection of {tokens:,} tokens over the bare fp32 products of its scored pairs: {took / bare:.2f}")
         print(f"  its peak memory less its output, over score_bytes: {memory:.2f}  ({took:.1f} ms)")
 
@@ -83,7 +83,7 @@ def kernels() -> None:
         took = {}
         for backend in (TorchBackend(), TritonBackend()):
             counters = SelectionCounters()
-            options = {"budget": BUDGET, "score_bytes": DEFAULT_SCORE_BYTES, "use_relu": True, "counters": counters}
+            options = {"budget": BUDGET, "score_bytes": DEFAULT_BYTES, "use_relu": True, "counters": counters}
             took[backend.name] = milliseconds(partial(backend.select, *data, bounds, **options), 3)
         share = 2 * HEADS * DIM * inputs.work.scored_pairs / took["triton"] / peak
         print(f"selection of {tokens:,} tokens, Triton over torch: {took['triton'] / took['torch']:.4f}")

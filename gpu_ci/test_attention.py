@@ -19,7 +19,7 @@ from mcore_dsa.backends import AttentionCall
 from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.backends.torch.attend import _add_in_row_order
 from mcore_dsa.backends.torch.slots import Slots
-from mcore_dsa.settings import DEFAULT_ATTEND_BYTES
+from mcore_dsa.settings import DEFAULT_BYTES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -83,7 +83,7 @@ def test_equal_runs_give_equal_bits(dtype: torch.dtype) -> None:
     """Many rows that add to the same keys, in one chunk and in many."""
     few = moved(Case.random([[(0, 700)], [(1, 600)]], 700, heads=8, channels=64, budget=100))
     for case in (few.to(dtype), glm_case().to(dtype)):
-        for attend_bytes in (DEFAULT_ATTEND_BYTES, 5 * smallest_budget(case)):
+        for attend_bytes in (DEFAULT_BYTES, 5 * smallest_budget(case)):
             expected = case.run(attend_bytes=attend_bytes)
             for _ in range(3):
                 assert_equal(case.run(attend_bytes=attend_bytes), expected)
@@ -135,7 +135,7 @@ def passes(case: Case, attend_bytes: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("attend_bytes", [64 * MIB, DEFAULT_ATTEND_BYTES])
+@pytest.mark.parametrize("attend_bytes", [64 * MIB, DEFAULT_BYTES])
 def test_both_passes_stay_under_their_byte_budget(dtype: torch.dtype, attend_bytes: int) -> None:
     case = glm_case(400).to(dtype)
     # The matrix library keeps a workspace for each thread that multiplies, from its first product on.

@@ -14,7 +14,7 @@ from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.head_exchange import PIECES_HELD
 from mcore_dsa.hf_config import shown
 from mcore_dsa.rows import PackWork, RowPartition, check_ranks, partition_rows
-from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, AttendShard, Partition
+from mcore_dsa.settings import DEFAULT_BYTES, AttendShard, Partition
 from mcore_dsa.sharded import OVERLAP_ROWS
 from mcore_dsa.work import Held, check_request
 
@@ -71,7 +71,7 @@ def attention_work(
     shard: AttendShard,
     context_size: int = 1,
     elem_bytes: int = 2,
-    attend_bytes: int = DEFAULT_ATTEND_BYTES,
+    attend_bytes: int = DEFAULT_BYTES,
 ) -> tuple[AttentionRank, ...]:
     """The parts of all ranks of a tensor-parallel group, in rank order, for one pack of documents of `lengths` tokens.
 

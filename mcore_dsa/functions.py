@@ -14,7 +14,6 @@ from mcore_dsa.attend import attend
 from mcore_dsa.backends import AttentionCall, SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
-    check_bytes,
     check_device,
     check_floating,
     check_integer,
@@ -27,7 +26,7 @@ from mcore_dsa.eager import uncompiled
 from mcore_dsa.hf_config import shown
 from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.precision import full_precision
-from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
+from mcore_dsa.workspace import bytes_allowed
 
 MASKED_ATTENTION_KEYS = 12_288
 
@@ -67,7 +66,7 @@ def select_pools(
     position_S: Tensor | None = None,
     *,
     budget: int,
-    score_bytes: int = DEFAULT_SCORE_BYTES,
+    score_bytes: int | None = None,
     use_relu: bool = True,
     counters: SelectionCounters | None = None,
 ) -> Tensor:
@@ -82,7 +81,8 @@ def select_pools(
         pool_key_PBD: floating `[layout.num_pools, b, dim]`, from `compress_keys`.
         position_S: integer `[s]`, the token each row stands at; None: rows are the tokens 0 ... s-1.
         budget: pools a row may select, `index_topk // index_kpool`.
-        score_bytes: bytes of scores and scratch in flight at most; 56 bytes a row say where rows stand beside them.
+        score_bytes: bytes of scores and scratch in flight at most, by default 256 MiB and on a GPU up to a sixteenth of
+            its memory; 56 bytes a row say where rows stand beside them.
         counters: where to add up what was done.
 
     Returns: `selection_BSK` int32 `[b, s, budget]`, ids ascending, -1 in unused slots, every slot written.
@@ -101,7 +101,7 @@ def select_pools(
         raise ValueError(f"position_S has {len(position_S)} values; accepted is one a row of q_SBHD, {len(q_SBHD)}")
     check_positive("budget", budget)
     check_kind(SelectionCounters, counters=counters)
-    check_bytes("score_bytes", score_bytes)
+    score_bytes = bytes_allowed("score_bytes", score_bytes, layout.device)
     check_bool(use_relu=use_relu)
     return resolve("auto", Target.of_scores(q_SBHD, pool_key_PBD)).select(
         q_SBHD,
@@ -126,7 +126,7 @@ def sparse_attention(
     *,
     softmax_scale: float,
     always_select_tail: bool,
-    attend_bytes: int = DEFAULT_ATTEND_BYTES,
+    attend_bytes: int | None = None,
 ) -> Tensor:
     """`softmax(scale * q . kv[tokens]) @ kv[tokens]` over the tokens of each row's selected pools and of its tail.
 
@@ -138,8 +138,9 @@ def sparse_attention(
         position_S: integer `[s]`, the token each row stands at.
         softmax_scale: factor of the logits.
         always_select_tail: whether a row attends its own incomplete pool too.
-        attend_bytes: bytes either pass may hold beyond inputs, outputs, one fp32 accumulator of the shape of kv, and
-            what is known of the rows (`layout.bounds`, and which of them have equally many slots).
+        attend_bytes: bytes, by default as for `select_pools`, that either pass may hold beyond inputs, outputs, one
+            fp32 accumulator of the shape of kv, and what is known of the rows (`layout.bounds`, and which of them have
+            equally many slots).
 
     Returns: `[s, b, heads, c]` in the dtype of the queries, differentiable once in q and kv. A row without tokens gives
     zeros and zero gradients. Products, softmax and sums run in fp32, or fp64 if an input is: a product of bf16 matrices
@@ -153,7 +154,8 @@ def sparse_attention(
     argument made in inference mode.
     """
     check_selection(selection_BSK, layout, position_S)
-    check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
+    check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail)
+    attend_bytes = bytes_allowed("attend_bytes", attend_bytes, layout.device)
     if torch.is_grad_enabled() and (q_SBHC.requires_grad or kv_TBC.requires_grad):
         check_savable(
             q_SBHC=q_SBHC,
@@ -250,13 +252,11 @@ def check_attention(
     position_S: Tensor,
     softmax_scale: float,
     always_select_tail: bool,
-    attend_bytes: int,
 ) -> None:
     """Refuse what does not fit rows at `position_S`, a selection apart."""
     _check_latents(q_SBHC, kv_TBC)
     _check_scale(softmax_scale)
     check_bool(always_select_tail=always_select_tail)
-    check_bytes("attend_bytes", attend_bytes)
     check_device(layout.device, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
     rows, batch, tokens = position_S.shape[0], layout.batch, layout.num_tokens
     if q_SBHC.shape[:2] != (rows, batch):

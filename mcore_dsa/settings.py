@@ -30,8 +30,8 @@ STORE_BYTES_VARIABLE = "MCORE_DSA_RECOMPUTE_STORE_BYTES"
 DRIFT_VARIABLE = "MCORE_DSA_DRIFT_EVERY"
 VERIFY_VARIABLE = "MCORE_DSA_VERIFY"
 
-DEFAULT_SCORE_BYTES = 256 * 2**20
-DEFAULT_ATTEND_BYTES = 256 * 2**20
+# Of scores in flight, and of either pass of attention.
+DEFAULT_BYTES = 256 * 2**20
 # Of a device's memory, the greatest power of two below a sixteenth is the default where that is more: scores in blocks
 # of 8 GiB in place of 256 MiB take a quarter of the time on a GPU (estimated from launches).
 _PART_OF_MEMORY = 16
@@ -154,12 +154,11 @@ def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int
         device_bytes: memory of the device that is computed on, where it has its own: default budgets follow it.
     """
     environ = os.environ if environ is None else environ
-    part = 1 << (device_bytes // _PART_OF_MEMORY).bit_length() >> 1
-    score_bytes, attend_bytes = max(DEFAULT_SCORE_BYTES, part), max(DEFAULT_ATTEND_BYTES, part)
+    default = default_bytes(device_bytes)
     return Settings(
         partition=_read(environ, PARTITION_VARIABLE, _PARTITION_WORDS.__getitem__, _PARTITIONS_ACCEPTED, "off"),
-        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, score_bytes),
-        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, attend_bytes),
+        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, default),
+        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, default),
         attend_shard=_read(
             environ,
             ATTEND_SHARD_VARIABLE,
@@ -174,6 +173,11 @@ def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int
         drift_every=_read(environ, DRIFT_VARIABLE, _parse_count, _COUNT_ACCEPTED, DEFAULT_DRIFT_EVERY),
         verify=_read(environ, VERIFY_VARIABLE, _parse_verify, _VERIFY_ACCEPTED, 0),
     )
+
+
+def default_bytes(device_bytes: int) -> int:
+    """What a budget is by default where a device has so much memory of its own, 0 for none."""
+    return max(DEFAULT_BYTES, 1 << (device_bytes // _PART_OF_MEMORY).bit_length() >> 1)
 
 
 def _read[T](environ: Mapping[str, str], name: str, parse: Callable[[str], T], accepted: str, default: T) -> Setting[T]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_dsa.agreement import header, weights_digest
 from mcore_dsa.attend import RowCut, attend
 from mcore_dsa.backends import AttentionCall, Backend, SelectionCounters, Target, resolve
-from mcore_dsa.checks import check_bool, check_bytes, check_integer, check_kind, check_positive, form_of
+from mcore_dsa.checks import check_bool, check_integer, check_kind, check_positive, form_of
 from mcore_dsa.collectives import Group, group_rank, group_size
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.functions import check_attention, check_scoring
@@ -25,7 +25,7 @@ from mcore_dsa.kpool import PoolLayout, check_layout, check_selection
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition
 from mcore_dsa.selection_gather import SelectionGather
-from mcore_dsa.settings import DEFAULT_ATTEND_BYTES, DEFAULT_SCORE_BYTES
+from mcore_dsa.workspace import bytes_allowed
 
 # Rows of a shard that are gathered together while the next are scored: 2 MiB a rank at a budget of 512 pools.
 OVERLAP_ROWS = 1024
@@ -48,7 +48,7 @@ def select_pools_sharded(
     query_shard_group: Group,
     partition: RowPartition | None = None,
     overlap: bool = True,
-    score_bytes: int = DEFAULT_SCORE_BYTES,
+    score_bytes: int | None = None,
     counters: SelectionCounters | None = None,
     use_relu: bool = True,
     agreed: bool = False,
@@ -75,10 +75,10 @@ def select_pools_sharded(
     group_size(query_shard_group)
     with header("select_pools_sharded", query_shard_group, agreed=agreed) as compared:
         check_positive("budget", budget)
-        check_bytes("score_bytes", score_bytes)
         check_bool(overlap=overlap, use_relu=use_relu)
         check_kind(SelectionCounters, counters=counters)
         plan = _plan(layout, position_S, partition, query_shard_group)
+        score_bytes = bytes_allowed("score_bytes", score_bytes, layout.device)
         check_scoring(q_OBHD, weights_OBH, pool_key_PBD, layout, rows=plan.partition.rows_of(plan.rank), names=_OWN)
         gather = gather_of(plan, query_shard_group, budget=budget, overlap=overlap)
         if not agreed:
@@ -102,7 +102,7 @@ def sparse_attention_sharded(
     always_select_tail: bool,
     query_shard_group: Group,
     partition: RowPartition | None = None,
-    attend_bytes: int = DEFAULT_ATTEND_BYTES,
+    attend_bytes: int | None = None,
     agreed: bool = False,
 ) -> Tensor:
     """`sparse_attention` for all rows and this rank's heads; each rank computes it for its own rows and all heads.
@@ -113,8 +113,9 @@ def sparse_attention_sharded(
         q_SBHC: floating `[s, b, heads / G, c]`, all rows; kv_TBC, layout, position_S: equal on every rank.
         selection_BOK: int32 `[b, o, budget]`, of this rank's own rows, slice after slice.
         partition: who owns which of the `s` rows, contiguous shards by default and in place of replicated rows.
-        attend_bytes: equal on every rank, as is the partition: bytes that attention may hold, as in
-            `sparse_attention` with all heads, and the exchange again, unless one row takes more.
+        attend_bytes: equal on every rank, as is the partition (the default of unequal devices is not): bytes that
+            attention may hold, as in `sparse_attention` with all heads, and the exchange again, unless one row takes
+            more.
         agreed: as for `select_pools_sharded`; compared are the arguments but for what tensors hold, positions aside.
 
     Returns: `[s, b, heads / G, c]`, differentiable once. The gradient of `kv_TBC` is that of this rank's rows and all
@@ -128,7 +129,8 @@ def sparse_attention_sharded(
     with header("sparse_attention_sharded", query_shard_group, agreed=agreed) as compared:
         check_layout(layout)
         check_integer("position_S", position_S, ndim=1)
-        check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail, attend_bytes)
+        check_attention(q_SBHC, kv_TBC, layout, position_S, softmax_scale, always_select_tail)
+        attend_bytes = bytes_allowed("attend_bytes", attend_bytes, layout.device)
         plan = _plan(layout, position_S, partition, query_shard_group)
         own = plan.attended_own
         check_selection(selection_BOK, layout, own.position_S)

@@ -17,7 +17,6 @@ from torch import Tensor
 from mcore_dsa.backends import SelectionCounters, Target, resolve
 from mcore_dsa.checks import (
     check_bool,
-    check_bytes,
     check_device,
     check_floating,
     check_integer,
@@ -28,7 +27,7 @@ from mcore_dsa.checks import (
 )
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.kpool import PoolLayout, RowBounds
-from mcore_dsa.settings import DEFAULT_SCORE_BYTES
+from mcore_dsa.workspace import bytes_allowed
 
 # Token ids of all sequences together are int32.
 _IDS = 2**31
@@ -152,7 +151,7 @@ class IndexerState:
         valid_BS: Tensor | None = None,
         *,
         budget: int,
-        score_bytes: int = DEFAULT_SCORE_BYTES,
+        score_bytes: int | None = None,
         use_relu: bool = True,
         counters: SelectionCounters | None = None,
     ) -> Tensor:
@@ -173,7 +172,7 @@ class IndexerState:
         check_floating("weights_SBH", weights_SBH, (rows, batch, heads))
         check_device(self._layout.device, q_SBHD=q_SBHD, weights_SBH=weights_SBH)
         check_positive("budget", budget)
-        check_bytes("score_bytes", score_bytes)
+        score_bytes = bytes_allowed("score_bytes", score_bytes, self._layout.device)
         check_bool(use_relu=use_relu)
         check_kind(SelectionCounters, counters=counters)
         bounds = self._bounds(self._valid_on_host(valid_BS, rows))

@@ -19,7 +19,7 @@ from mcore_dsa.checks import check_bytes, check_positive, check_sequence
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
 from mcore_dsa.rows import PackWork, RowPartition, check_ranks, overlap, partition_rows
-from mcore_dsa.settings import DEFAULT_SCORE_BYTES, Partition
+from mcore_dsa.settings import DEFAULT_BYTES, Partition
 from mcore_dsa.sharded import GATHERS_HELD, OVERLAP_ROWS
 
 _INT32 = _FP32 = 4
@@ -139,7 +139,7 @@ def selection_work(
     partition: Partition,
     context_size: int = 1,
     elem_bytes: int = 2,
-    score_bytes: int = DEFAULT_SCORE_BYTES,
+    score_bytes: int = DEFAULT_BYTES,
     device: str = "cuda",
 ) -> SelectionWork:
     """The work of selecting for one pack of documents of `lengths` tokens, as the attention module runs it.

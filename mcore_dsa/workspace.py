@@ -1,4 +1,4 @@
-"""Scratch memory as a description that both allocates and counts, so that no count can lag behind an allocation."""
+"""Scratch memory: what it may take, and a description of it that both allocates and counts, so that no count lags."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from mcore_dsa.checks import check_bytes
+from mcore_dsa.settings import default_bytes
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device; 0 for what computes in the host's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def bytes_allowed(name: str, value: int | None, device: torch.device) -> int:
+    """A caller's budget, checked; for None the default on `device`."""
+    if value is None:
+        return default_bytes(device_bytes(device))
+    check_bytes(name, value)
+    return value
 
 
 @dataclass(frozen=True)

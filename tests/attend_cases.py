@@ -13,7 +13,7 @@ from mcore_dsa.backends import AttentionCall, resolve
 from mcore_dsa.backends.torch.slots import Slots
 from mcore_dsa.functions import masked_attention, sparse_attention
 from mcore_dsa.kpool import PoolLayout, RowBounds, expand_selection
-from mcore_dsa.settings import DEFAULT_ATTEND_BYTES
+from mcore_dsa.settings import DEFAULT_BYTES
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Case:
             **kwargs,
         )
 
-    def attend(self, bounds: RowBounds, *, attend_bytes: int = DEFAULT_ATTEND_BYTES, **kwargs) -> Tensor:
+    def attend(self, bounds: RowBounds, *, attend_bytes: int = DEFAULT_BYTES, **kwargs) -> Tensor:
         """The same of the backend, for rows that are located already."""
         call = AttentionCall(self.layout, bounds, self.scale, self.tail, attend_bytes)
         return attend(self.q, self.kv, self.selection, call, backend=resolve(), **kwargs)

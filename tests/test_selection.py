@@ -267,7 +267,7 @@ BAD: list[tuple[str, Any, type[Exception]]] = [
     ("score_bytes", -1, ValueError),
     ("score_bytes", 1e9, TypeError),
     ("score_bytes", True, TypeError),
-    ("score_bytes", None, TypeError),
+    ("score_bytes", "1GiB", TypeError),
 ]
 
 

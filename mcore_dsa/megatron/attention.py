@@ -21,7 +21,7 @@ from mcore_dsa.collectives import gather_rows, reduce_rows
 from mcore_dsa.eager import uncompiled
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.agreement import Agreement
-from mcore_dsa.megatron.backend import compute_device, device_bytes
+from mcore_dsa.megatron.backend import compute_device
 from mcore_dsa.megatron.batch import Batch, plan_of
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
@@ -32,6 +32,7 @@ from mcore_dsa.sharded import gather_of
 from mcore_dsa.source import Scored, SelectionRequest, SelectionSource
 from mcore_dsa.verified import Verified
 from mcore_dsa.watch import Digests, Watch
+from mcore_dsa.workspace import device_bytes
 
 
 class KPoolDSAttention(MegatronModule):

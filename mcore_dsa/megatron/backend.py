@@ -29,11 +29,6 @@ def compute_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def device_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device; 0 for what computes in the host's."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
 def _mark_replicated(parameter: nn.Parameter, config: TransformerConfig) -> None:
     """Tell Megatron that every TP rank holds this parameter whole and, under sequence parallelism, a partial gradient.
 

@@ -21,7 +21,7 @@ from mcore_dsa.backends.triton.select import smallest_score_bytes, strip_for
 from mcore_dsa.kernels import scoring
 from mcore_dsa.kernels.compress import compress_keys
 from mcore_dsa.kpool import PoolLayout
-from mcore_dsa.settings import DEFAULT_SCORE_BYTES
+from mcore_dsa.settings import DEFAULT_BYTES
 
 CPU = torch.device("cpu")
 TRITON, TORCH = TritonBackend(), TorchBackend()
@@ -39,9 +39,7 @@ def few_rows(draw: st.DrawFn, kinds: tuple[str, ...], *, long: bool = False) -> 
     return replace(call, q_SBHD=call.q_SBHD.bfloat16(), pool_key_PBD=call.pool_key_PBD.bfloat16())
 
 
-def select(
-    backend: Backend, call: Call, score_bytes: int = DEFAULT_SCORE_BYTES
-) -> tuple[torch.Tensor, SelectionCounters]:
+def select(backend: Backend, call: Call, score_bytes: int = DEFAULT_BYTES) -> tuple[torch.Tensor, SelectionCounters]:
     counters = SelectionCounters()
     with poisoned():
         selection = backend.select(
@@ -78,7 +76,7 @@ def test_equals_the_torch_backend(call: Call) -> None:
 @given(few_rows(EXACT, long=True), st.floats(0, 1))
 def test_equals_the_torch_backend_in_blocks_and_strips(call: Call, more: float) -> None:
     expected, _ = select(TORCH, call)
-    for score_bytes in (smallest(call), int((1 + 3 * more) * smallest(call)), DEFAULT_SCORE_BYTES):
+    for score_bytes in (smallest(call), int((1 + 3 * more) * smallest(call)), DEFAULT_BYTES):
         assert torch.equal(select(TRITON, call, score_bytes)[0], expected)
 
 
