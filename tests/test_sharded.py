@@ -221,7 +221,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("budget", {"budget": 2.0}),
     ("budget", {"budget": True}),
     ("score_bytes", {"score_bytes": 1}),
-    ("score_bytes", {"score_bytes": None}),
+    ("score_bytes", {"score_bytes": "1GiB"}),
     ("q_OBHD", {"q_OBHD": torch.zeros(12, 2, 2, 3).to(torch.float8_e4m3fn)}),
     ("layout", {"layout": None}),
     ("query_shard_group", {"query_shard_group": 5}),
