@@ -126,6 +126,27 @@ def differences(name: str, values: Sequence[str], *, first_rank: int = 0) -> lis
 
 
 @contextmanager
+def told_to_all(about: str, *groups: dist.ProcessGroup) -> Iterator[list[str]]:
+    """Around what a rank does by itself: what it raises, or adds to the list, is a fault that every rank raises.
+
+    All ranks have to come. In the block, nothing that can fail may stand before a collective.
+
+    Raises: as `agree`, from what the block raised.
+    """
+    faults: list[str] = []
+    raised = None
+    try:
+        yield faults
+    except Exception as error:
+        raised = error
+        faults.append(f"{type(error).__name__}: {error}")
+    try:
+        agree({}, faults, *groups, about=about)
+    except ValueError as told:
+        raise told from raised
+
+
+@contextmanager
 def header(call: str, group: dist.ProcessGroup | None, *, agreed: bool) -> Iterator[dict[str, object]]:
     """Compare a call over the ranks of its group before its first collective.
 
