@@ -1,20 +1,18 @@
 """Ranks of the training job with all that stands beside them, started as torchrun starts them but for the launcher."""
 
 import contextlib
-import multiprocessing
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch.distributed as dist
-from harness import PRELOAD, SERVER_ENV
+from harness import forked
 from train_runs import FLAG, ROOT, TINY
 
 # A rank that ends later than this has hung.
@@ -65,23 +63,22 @@ def attended(
     folder = run_dir.with_name(f"{run_dir.name}.said")
     folder.mkdir(exist_ok=True)
     started: dict[int, BaseProcess] = {}
-    with _forkserver():
-        for rank in set(range(ranks)) - set(absent):
-            own = fault if of_rank in (None, rank) else None
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_RUN_ID": "test",
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-                FLAG: flags(rank),
-            }
-            context = multiprocessing.get_context("forkserver")
-            started[rank] = context.Process(target=_rank, args=(environment, arguments, folder / str(rank), own))
-            started[rank].start()
+    context = forked()
+    for rank in set(range(ranks)) - set(absent):
+        own = fault if of_rank in (None, rank) else None
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_RUN_ID": "test",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            FLAG: flags(rank),
+        }
+        started[rank] = context.Process(target=_rank, args=(environment, arguments, folder / str(rank), own))
+        started[rank].start()
     statuses = _wait(started, until=time.monotonic() + LIMIT_S)
     said = [(folder / str(rank)).read_text() if rank in started else "" for rank in range(ranks)]
     return Ended(statuses=[statuses.get(rank) for rank in range(ranks)], stderr=said)
@@ -103,19 +100,6 @@ def _is_stopped(pid: int | None) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
-
-
-@contextlib.contextmanager
-def _forkserver() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(SERVER_ENV)
-    try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-        forkserver.ensure_running()
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _rank(environment: dict[str, str], arguments: list[str], said: Path, fault: Callable[[], None] | None) -> None:
