@@ -84,7 +84,7 @@ def select_pools_sharded(
         if not agreed:
             compared |= {"budget": budget, "use_relu": use_relu, "overlap": f"{gather.piece_rows} rows at a time"}
             compared |= _described(plan, q_OBHD=q_OBHD[:0], weights_OBH=weights_OBH[:0], pool_key_PBD=pool_key_PBD)
-    backend = resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD))
+        backend = resolve("auto", Target.of_scores(q_OBHD, pool_key_PBD))
     select = partial(select_own_rows, backend, q_OBHD, weights_OBH, pool_key_PBD, plan, gather=gather)
     counters = SelectionCounters() if counters is None else counters
     return gather.finish(select(budget=budget, score_bytes=score_bytes, use_relu=use_relu, counters=counters))
@@ -138,12 +138,13 @@ def sparse_attention_sharded(
             compared |= {"softmax_scale": softmax_scale, "always_select_tail": always_select_tail}
             compared |= {"budget": selection_BOK.shape[2], "attend_bytes": attend_bytes}
             compared |= _described(plan, q_SBHC=q_SBHC, kv_TBC=kv_TBC)
+        backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
     return attend(
         q_SBHC,
         kv_TBC.contiguous(),
         selection_BOK,
         AttentionCall(layout, own, float(softmax_scale), always_select_tail, attend_bytes),
-        backend=resolve("auto", Target.of_attention(q_SBHC, kv_TBC)),
+        backend=backend,
         cut=RowCut.of(plan, q_SBHC, query_shard_group, attend_bytes),
     )
 
@@ -219,7 +220,7 @@ def select_own_rows(
                 q_OBHD[piece], weights_OBH[piece], pool_key_PBD, plan.layout, plan.own.take(piece)
             )
             gather.advance(selection_BOK, piece.stop)
-    except Exception:
+    except BaseException:
         gather.leave()
         raise
     return selection_BOK
