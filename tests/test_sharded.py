@@ -45,7 +45,7 @@ def share(call: Call, group: Any, **options: Any) -> Tensor:
     )
 
 
-def drop_in(call: Call, group: Any, **options: Any) -> Tensor:
+def drop_in(call: Call, group: Any, *, ape: float = 1.0, **options: Any) -> Tensor:
     """Token ids of the dense call over tokens whose keys and gates are made of the same numbers."""
     key = call.pool_key_PBD.repeat_interleave(POOL_SIZE, dim=0)
     rows = len(call.position_S)
@@ -57,7 +57,7 @@ def drop_in(call: Call, group: Any, **options: Any) -> Tensor:
         BUDGET * POOL_SIZE,
         POOL_SIZE,
         gate_score=key.flip(0),
-        ape=torch.linspace(-1, 1, POOL_SIZE).unsqueeze(1).expand(-1, DIM),
+        ape=torch.linspace(-ape, ape, POOL_SIZE).unsqueeze(1).expand(-1, DIM),
         query_shard_group=group,
         **options,
     )
