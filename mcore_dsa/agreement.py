@@ -118,10 +118,10 @@ def agree(
         raise ValueError(f"{about} of the query-shard group (ranks within it): " + "; ".join(problems))
 
 
-def differences(name: str, values: Sequence[str], *, first_rank: int = 0) -> list[str]:
-    """What ranks that follow one another say of one value, as a sentence; nothing where all say the same."""
+def differences(name: str, values: Sequence[str], ranks: Sequence[int] | None = None) -> list[str]:
+    """What ranks, 0 ... by default, say of one value, as a sentence; nothing where all say the same."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values, first_rank):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
     said = ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
     return [f"{name} is {said}; accepted is the same on every rank"] if len(ranks_of) > 1 else []

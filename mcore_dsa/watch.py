@@ -147,7 +147,7 @@ class Digests:
             start = differs[0] * block
             name += f" in {entry.of} {start} ... {min(start + block, entry.rows) - 1}"
         said = [f"{word % 2**64:016x}" for word in words_GX[:, differs[0]].tolist()]
-        return differences(name, said, first_rank=first_rank)
+        return differences(name, said, range(first_rank, first_rank + len(said)))
 
 
 def row_digests(x_RX: Tensor) -> Tensor:

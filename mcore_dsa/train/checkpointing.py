@@ -113,7 +113,7 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
 def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Put a fresh trainer where the checkpoint's was; every rank has to call this.
 
-    Raises: RuntimeError on every rank for weights that are not finite.
+    Raises: RuntimeError on every rank for weights that are not finite, ValueError where replicas of them differ.
     """
     state = _sharded_state(trainer, loading=True)
     same_layout = checkpoint.layout == _layout(trainer.config)
@@ -126,6 +126,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.scheduler.load_state_dict(loaded["scheduler"])
     trainer.step = checkpoint.step
     refuse_not_finite(trainer, f"weights in {checkpoint.folder}")
+    trainer.check_replicas()
     if same_layout:
         _set_random_states(loaded["rng"])
     else:
@@ -140,6 +141,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def _refuse_wrecked(trainer: Trainer) -> None:
     """Weights may be finite and past use: after a step at a learning rate of 1e9 the next gradient is not."""
     refuse_not_finite(trainer, f"weights after step {trainer.step}")
+    trainer.check_replicas()
     states = _random_states()
     loss = trainer.next_loss()
     _set_random_states(states)
