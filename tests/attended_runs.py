@@ -215,6 +215,11 @@ def is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_killed_in_the_save() -> None:
+    """When its file is written, and not yet on disk."""
+    os.fsync = lambda descriptor: is_killed()  # type: ignore[assignment]
+
+
 def is_asked_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 

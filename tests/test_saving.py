@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from harness import RanksFailed, megatron_ranks, run_ranks
@@ -93,6 +94,8 @@ def damages(config: JobConfig) -> list[str]:
 
     trainer.train_step()
     save()
+    # One would outlive a rank that is killed.
+    assert psutil.Process().children() == []
     trainer.train_step()
     indexer = dict(trainer.chunks[0].named_parameters())
     frozen = next(weight for name, weight in indexer.items() if name.endswith("indexer.linear_wk.weight"))

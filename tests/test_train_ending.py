@@ -18,6 +18,7 @@ from attended_runs import (
     is_asked_to_stop,
     is_interrupted,
     is_killed,
+    is_killed_in_the_save,
     is_told_to_end_at_once,
     killed_with_launcher,
     raises,
@@ -83,9 +84,11 @@ def waits_for_a_rank(fault: Strike, last: int) -> None:
 
 def ends_without_a_word(fault: Strike, last: int, whose: int) -> None:
     """A rank that is killed, and one that is told to end at once."""
-    killed = fault(3, is_killed, of=whose)
+    # In the step, and in the save after it.
+    where, kill = ("step 3", is_killed) if whose == 0 else ("the checkpoint of step 3", is_killed_in_the_save)
+    killed = fault(3, kill, of=whose)
     assert sorted(status or 0 for status in killed.statuses) == [-9] + [1] * last
-    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {whose}, silent since .*", killed.last_word())
+    assert re.fullmatch(rf"rank \d, at {where}, has lost rank {whose}, silent since .*", killed.last_word())
 
     at_once = fault(3, is_told_to_end_at_once)
     assert at_once.statuses == [1] * last + [128 + signal.SIGTERM]
