@@ -40,6 +40,11 @@ class Watch:
     def __init__(self, every: int, group: Group, context_group: Group) -> None:
         self._every, self._group, self._context_group = every, group, context_group
         self.forwards = self.comparisons = 0
+        self._asked = False
+
+    def compare_next(self) -> None:
+        """Have the next forward compared too, where any is; all ranks have to ask."""
+        self._asked = self._every > 0
 
     def begin(self, layer: int, weights: Iterable[tuple[str, Tensor]]) -> Digests | None:
         """Count one more forward of `layer`; where it is one that is compared, what takes its digests.
@@ -48,8 +53,9 @@ class Watch:
             weights: the layer's frozen parameters by name.
         """
         self.forwards += 1
-        if not self._every or self.forwards % self._every:
+        if not self._asked and (not self._every or self.forwards % self._every):
             return None
+        self._asked = False
         self.comparisons += 1
         digests = Digests(f"layer {layer}, forward {self.forwards}", self._group, self._context_group)
         for name, weight in weights:

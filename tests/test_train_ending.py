@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import resource
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,16 @@ from attended_runs import (
     is_asked_to_stop,
     is_interrupted,
     is_killed,
+    is_killed_in_the_save,
+    is_told_to_end_at_once,
+    killed_with_launcher,
     raises,
     stops,
+    writes_to_a_weight,
 )
-from train_runs import FLAG, losses, start, tiny
+from test_train import assert_equal_runs
+from test_train_launch import assert_gone
+from train_runs import FLAG, start, tiny
 
 # Four steps, a checkpoint of each; a wait is spoken of after 1.5 s and ends the run after 2.
 RUN = "--training.steps 4 --checkpoint.save_every 1 --waiting.say_after_s 1.5 --waiting.end_after_s 2"
@@ -42,84 +49,89 @@ def disk_is_full() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14))
 
 
-class Faulted:
-    """A run of `ranks` ranks beside one without faults, gone on with after each fault."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.straight, self.run_dir, self.ranks = folder / "straight", folder / "run", ranks
-        start(tiny(self.straight, RUN), ranks)
-
-    def fault(self, step: int, what: Callable[[], None], options: str = "--resume", *, of: int) -> Ended:
-        """What becomes of it where one rank does something in the middle of a step."""
-        return attended(self.run_dir, self.ranks, RUN, options, fault=partial(in_step, step, what), of_rank=of)
-
-    def end(self) -> None:
-        """The last steps, and that all are those of the run without faults."""
-        start(tiny(self.run_dir, RUN, "--resume"), self.ranks)
-        assert losses(self.run_dir) == losses(self.straight)
-        # Nothing began anew.
-        assert not self.run_dir.with_name("run.1").exists()
+type Strike = Callable[..., Ended]
 
 
-SHOWN = "--logging.progress true --logging.tensorboard true"
-
-
-def assert_stopped(asked: Ended, ranks: int, *, without_tensorboard: bool) -> None:
+def asked_to_stop(fault: Strike, ranks: int) -> None:
+    """One rank is asked, the last or the first."""
+    shown = "--logging.progress true --logging.tensorboard true"
+    asked = (
+        fault(1, is_interrupted_without_tensorboard, shown, of=0) if ranks == 2 else fault(1, is_asked_to_stop, shown)
+    )
     assert asked.statuses == [75] * ranks
     said = asked.stderr[0].splitlines()
     assert "mcore_dsa.train: stopped after step 1, with a checkpoint in" in said[-1]
     # Without a terminal progress is a line now and then.
     assert "\r" not in asked.stderr[0]
     assert any(line.startswith("train:") and "1/4 [" in line for line in said)
-    assert any("TensorBoard" in line and "goes on without" in line for line in said) == without_tensorboard
+    # rank 0 of the two had its TensorBoard broken.
+    assert any("TensorBoard" in line and "goes on without" in line for line in said) == (ranks == 2)
 
 
-# What a rank says that waits for another at the second step.
-WAITS = r"rank \d has waited \d s at step 2 in \w+ \(\w+, \w+.py:\d+\) for rank {}, "
-
-
-def test_four_ranks_go_on_bit_for_bit_after_every_fault_of_the_last(tmp_path: Path) -> None:
-    run, last = Faulted(tmp_path, 4), 3
-    assert_stopped(run.fault(1, is_asked_to_stop, SHOWN, of=last), 4, without_tensorboard=False)
-
-    raised = run.fault(2, raises, "--resume auto", of=last)
-    assert raised.statuses == [1] * 4
-    assert re.fullmatch(rf"rank {last}: RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
-
-    hung, waits = run.fault(2, hangs, of=last), WAITS.format(last)
-    assert hung.statuses == [1] * 4
+def waits_for_a_rank(fault: Strike, last: int) -> None:
+    """One that hangs, and one that is stopped."""
+    hung = fault(2, hangs)
+    assert hung.statuses == [1] * (last + 1)
+    waits = rf"rank \d has waited \d s at step 2 in \w+ \(\w+, \w+.py:\d+\) for rank {last}, "
     assert re.fullmatch(rf"{waits}which is at step 2 in hangs, attended_runs.py:\d+", hung.last_word())
     # Said before it ends the run, and not by each rank that waits.
     assert len(re.findall(f"waiting: {waits}", "".join(hung.stderr))) == 1
 
-    stopped = run.fault(2, stops, of=last)
-    assert stopped.statuses == [1, 1, 1, None]
+    stopped = fault(2, stops)
+    assert stopped.statuses == [1] * last + [None]
     assert re.fullmatch(rf"{waits}silent since .*", stopped.last_word())
 
-    killed = run.fault(3, is_killed, of=last)
-    assert killed.statuses == [1, 1, 1, -9]
-    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {last}, silent since .*", killed.last_word())
 
-    full = run.fault(3, disk_is_full, of=last)
-    assert full.statuses == [2] * 4
+def ends_without_a_word(fault: Strike, last: int, whose: int) -> None:
+    """A rank that is killed, and one that is told to end at once."""
+    # In the step, and in the save after it.
+    where, kill = ("step 3", is_killed) if whose == 0 else ("the checkpoint of step 3", is_killed_in_the_save)
+    killed = fault(3, kill, of=whose)
+    assert sorted(status or 0 for status in killed.statuses) == [-9] + [1] * last
+    assert re.fullmatch(rf"rank \d, at {where}, has lost rank {whose}, silent since .*", killed.last_word())
+
+    at_once = fault(3, is_told_to_end_at_once)
+    assert at_once.statuses == [1] * last + [128 + signal.SIGTERM]
+    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {last}, silent since .*", at_once.last_word())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path) -> None:
+    straight, run_dir, last = tmp_path / "straight", tmp_path / "run", ranks - 1
+    start(tiny(straight, RUN), ranks)
+
+    def fault(step: int, what: Callable[[], None], options: str = "--resume", *, of: int = last) -> Ended:
+        return attended(run_dir, ranks, RUN, options, fault=partial(in_step, step, what), of_rank=of)
+
+    asked_to_stop(fault, ranks)
+
+    raised = fault(2, raises, "--resume auto")
+    assert raised.statuses == [1] * ranks
+    assert re.fullmatch(rf"rank {last}: RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
+
+    waits_for_a_rank(fault, last)
+    ends_without_a_word(fault, last, 0 if ranks == 2 else last)
+
+    assert_gone(killed_with_launcher(run_dir, ranks, RUN, "--resume", step=3))
+
+    # Of another stage of the pipeline, or another replica: no tensor-parallel group has both.
+    other = "--parallel.tensor 1 --parallel.pipeline 2" if ranks == 2 else ""
+    flags = attended(run_dir, ranks, RUN, "--resume", other, flags=lambda rank: "1" if rank < ranks // 2 else "perhaps")
+    assert flags.statuses == [2] * ranks
+    assert re.search(rf"^rank \d: .*{FLAG} is 'perhaps'; accepted are", flags.last_word())
+
+    drifted = fault(3, writes_to_a_weight)
+    assert drifted.statuses == [2] * ranks
+    assert re.search(r"drift in layer \d, .*: weight linear_wq_b.weight is .* on ranks \[1\]", drifted.last_word())
+
+    full = fault(3, disk_is_full)
+    assert full.statuses == [2] * ranks
     assert re.search(r"checkpoint .*cannot be written.*OSError", full.last_word())
-    run.end()
 
-
-def test_two_ranks_go_on_bit_for_bit_after_faults_of_the_first(tmp_path: Path) -> None:
-    """Which prints for all, and of whom none is left to print where it is gone."""
-    run = Faulted(tmp_path, 2)
-    # Its TensorBoard is broken.
-    assert_stopped(run.fault(1, is_interrupted_without_tensorboard, SHOWN, of=0), 2, without_tensorboard=True)
-
-    raised = run.fault(2, raises, of=0)
-    assert raised.statuses == [1, 1]
-    assert re.fullmatch(r"RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
-
-    killed = run.fault(3, is_killed, of=0)
-    assert killed.statuses == [-9, 1]
-    assert re.fullmatch(r"rank 1, at step 3, has lost rank 0, silent since .*", killed.last_word())
-    run.end()
+    start(tiny(run_dir, RUN, "--resume"), ranks)
+    assert_equal_runs(straight, run_dir)
+    # Nothing began anew.
+    assert not (tmp_path / "run.1").exists()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -131,18 +143,6 @@ def test_a_rank_that_never_starts_is_named(ranks: int, tmp_path: Path) -> None:
         r"rank \d has waited \d s at the start in init_process_group \(_process_group, job.py:\d+\) for rank 1, "
         "which has not started",
         word,
-    )
-
-
-def test_a_refusal_of_one_rank_or_of_another_group_is_told_to_all(tmp_path: Path) -> None:
-    # Two tensor-parallel groups, of which the second cannot read its flag.
-    ended = attended(tmp_path / "run", 4, RUN, flags=lambda rank: "1" if rank < 2 else "perhaps")
-    assert ended.statuses == [2] * 4
-    assert f"{FLAG} is 'perhaps'; accepted are" in ended.last_word()
-    ended = attended(tmp_path / "run", 4, RUN, "--data nowhere")
-    assert ended.statuses == [2] * 4
-    assert (
-        ended.last_word() == "data has 'nowhere', which does not exist; accepted are files and folders on this machine"
     )
 
 

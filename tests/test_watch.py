@@ -69,6 +69,20 @@ def test_rows_of_another_order_and_none_at_all() -> None:
     assert torch.equal(row_digests(long), torch.cat([row_digests(row) for row in long.split(1)]))
 
 
+def test_a_forward_is_compared_when_its_turn_comes_or_it_is_asked_for() -> None:
+    def compared(every: int, asked: set[int]) -> list[int]:
+        watch, found = Watch(every, None, None), []
+        for forward in range(1, 9):
+            if forward in asked:
+                watch.compare_next()
+            if watch.begin(1, []) is not None:
+                found.append(forward)
+        return found
+
+    assert compared(4, {2, 8}) == [2, 4, 8]
+    assert compared(0, {2}) == []
+
+
 def poke(layer: KPoolDSAttention, name: str, value: float) -> None:
     """A write that no version counter sees, as of an optimizer of someone's own."""
     layer.indexer.get_parameter(name).data.flatten()[5].add_(value)

@@ -139,6 +139,7 @@ def _comes_of_another_rank(error: BaseException) -> bool:
 
     Or a checkpoint that could not be read, whose reasons rank 0 alone knows.
     """
-    return getattr(error, "failures", None) == {} or any(
-        isinstance(cause, dist.DistError) or "gloo/" in str(cause) for cause in causes(error)
+    return any(
+        isinstance(cause, dist.DistError) or "gloo/" in str(cause) or getattr(cause, "failures", None) == {}
+        for cause in causes(error)
     )

@@ -156,10 +156,12 @@ class Trainer:
         """The loss of the samples that come next, forward and backward, without an update.
 
         Of a micro batch for each pipeline stage; random states move on, and gradients are left for the next step to
-        clear.
+        clear. What the ranks hold alike is compared, however long it is to the next time.
 
-        Raises: RuntimeError where a gradient is not finite.
+        Raises: RuntimeError where a gradient is not finite; ValueError where ranks have come apart.
         """
+        for attention in self._attentions:
+            attention.watch.compare_next()
         self._clear_gradients()
         # The interleaved schedule wants as many as there are stages.
         count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
