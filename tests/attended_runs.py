@@ -49,6 +49,7 @@ def attended(
     of_rank: int | None = None,
     absent: Collection[int] = (),
     flags: Callable[[int], str] = lambda rank: "1",
+    torchrun: bool = True,
 ) -> Ended:
     """Run the job's `main` in ranks that share one store, and see how each of them ends.
 
@@ -56,10 +57,14 @@ def attended(
         fault: called before `main`, in rank `of_rank` or in all.
         absent: ranks that are never started.
         flags: the value of the flag of a rank.
+        torchrun: whether a launcher keeps the store; rank 0 does without one.
     """
     arguments = ["train", "--config", str(ROOT / "configs/tiny_tp2.yaml"), *TINY, "--run_dir", str(run_dir)]
     arguments += shlex.split(" ".join(options))
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not torchrun:
+        del store
     folder = run_dir.with_name(f"{run_dir.name}.said")
     folder.mkdir(exist_ok=True)
     started: dict[int, BaseProcess] = {}
@@ -71,9 +76,8 @@ def attended(
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_RUN_ID": "test",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_PORT": str(port),
+            **({"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"} if torchrun else {}),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             FLAG: flags(rank),
         }

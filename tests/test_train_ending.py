@@ -118,6 +118,15 @@ def test_a_refusal_of_one_rank_or_of_another_group_is_told_to_all(tmp_path: Path
     )
 
 
+def test_ranks_that_no_torchrun_started_hear_of_each_other(tmp_path: Path) -> None:
+    """The store is rank 0's, which ends last."""
+    asked = attended(tmp_path / "run", 2, RUN, torchrun=False, fault=partial(in_step, 1, is_asked_to_stop), of_rank=1)
+    assert asked.statuses == [75, 75]
+    refused = attended(tmp_path / "run", 2, RUN, torchrun=False, flags=lambda rank: "1" if rank else "perhaps")
+    assert refused.statuses == [2, 2]
+    assert refused.last_word().startswith(f"{FLAG} is 'perhaps'; accepted are ")
+
+
 def test_a_refusal_is_one_line_and_shows_where_with_debug(tmp_path: Path) -> None:
     word = "training.warmup_steps is 4; accepted is less than training.decay_steps, 4"
     for options, traces in (("", 0), ("--debug", 1)):
