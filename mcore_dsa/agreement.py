@@ -37,6 +37,7 @@ class SelectionContract:
         params_dtype: of the model's weights and projections.
         softmax_scale: factor of the attention's logits.
         backend: what compresses, selects and attends, with a digest of its bits on this device.
+        products: how the process multiplies fp32 matrices, projections among them.
         weights: digest of the frozen weights of this layer's indexer.
         source: `SelectionSource.identity` of where selections come from.
         documents: `SelectionPlan.documents` of the micro-batch at hand.
@@ -59,6 +60,7 @@ class SelectionContract:
     params_dtype: torch.dtype
     softmax_scale: float
     backend: str
+    products: str
     weights: str
     source: str
     documents: str = ""

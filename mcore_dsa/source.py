@@ -109,7 +109,7 @@ class Scored:
         try:
             with named("compression"):
                 pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)
-        except Exception:
+        except BaseException:
             if request.gather is not None:
                 request.gather.leave()
             raise

@@ -183,7 +183,11 @@ def _words(x_RX: Tensor) -> Tensor:
         return x_RX.new_empty((len(x_RX), 0), dtype=torch.int64)
     rows_RX = x_RX.reshape(len(x_RX), -1).contiguous()
     size = rows_RX.shape[1] * rows_RX.element_size()
-    return rows_RX.view(next(dtype for width, dtype in _WORDS.items() if size % width == 0))
+    width, word = next((width, word) for width, word in _WORDS.items() if size % width == 0)
+    # Of a flat buffer's parameters some begin in the middle of a word, where no view of words can.
+    if rows_RX.storage_offset() * rows_RX.element_size() % width:
+        rows_RX = rows_RX.clone()
+    return rows_RX.view(word)
 
 
 def _factors(count: int, device: torch.device) -> Tensor:

@@ -42,56 +42,84 @@ def disk_is_full() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path) -> None:
-    straight, run_dir, last = tmp_path / "straight", tmp_path / "run", ranks - 1
-    start(tiny(straight, RUN), ranks)
+class Faulted:
+    """A run of `ranks` ranks beside one without faults, gone on with after each fault."""
 
-    def fault(step: int, what: Callable[[], None], options: str = "--resume", *, of: int = last) -> Ended:
-        return attended(run_dir, ranks, RUN, options, fault=partial(in_step, step, what), of_rank=of)
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.straight, self.run_dir, self.ranks = folder / "straight", folder / "run", ranks
+        start(tiny(self.straight, RUN), ranks)
 
-    # One rank is asked, the last or the first.
-    shown = "--logging.progress true --logging.tensorboard true"
-    asked = (
-        fault(1, is_interrupted_without_tensorboard, shown, of=0) if ranks == 2 else fault(1, is_asked_to_stop, shown)
-    )
+    def fault(self, step: int, what: Callable[[], None], options: str = "--resume", *, of: int) -> Ended:
+        """What becomes of it where one rank does something in the middle of a step."""
+        return attended(self.run_dir, self.ranks, RUN, options, fault=partial(in_step, step, what), of_rank=of)
+
+    def end(self) -> None:
+        """The last steps, and that all are those of the run without faults."""
+        start(tiny(self.run_dir, RUN, "--resume"), self.ranks)
+        assert losses(self.run_dir) == losses(self.straight)
+        # Nothing began anew.
+        assert not self.run_dir.with_name("run.1").exists()
+
+
+SHOWN = "--logging.progress true --logging.tensorboard true"
+
+
+def assert_stopped(asked: Ended, ranks: int, *, without_tensorboard: bool) -> None:
     assert asked.statuses == [75] * ranks
     said = asked.stderr[0].splitlines()
     assert "mcore_dsa.train: stopped after step 1, with a checkpoint in" in said[-1]
     # Without a terminal progress is a line now and then.
     assert "\r" not in asked.stderr[0]
     assert any(line.startswith("train:") and "1/4 [" in line for line in said)
-    # rank 0 of the two had its TensorBoard broken.
-    assert any("TensorBoard" in line and "goes on without" in line for line in said) == (ranks == 2)
+    assert any("TensorBoard" in line and "goes on without" in line for line in said) == without_tensorboard
 
-    raised = fault(2, raises, "--resume auto")
-    assert raised.statuses == [1] * ranks
+
+# What a rank says that waits for another at the second step.
+WAITS = r"rank \d has waited \d s at step 2 in \w+ \(\w+, \w+.py:\d+\) for rank {}, "
+
+
+def test_four_ranks_go_on_bit_for_bit_after_every_fault_of_the_last(tmp_path: Path) -> None:
+    run, last = Faulted(tmp_path, 4), 3
+    assert_stopped(run.fault(1, is_asked_to_stop, SHOWN, of=last), 4, without_tensorboard=False)
+
+    raised = run.fault(2, raises, "--resume auto", of=last)
+    assert raised.statuses == [1] * 4
     assert re.fullmatch(rf"rank {last}: RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
 
-    hung = fault(2, hangs)
-    assert hung.statuses == [1] * ranks
-    waits = rf"rank \d has waited \d s at step 2 in \w+ \(\w+, \w+.py:\d+\) for rank {last}, "
+    hung, waits = run.fault(2, hangs, of=last), WAITS.format(last)
+    assert hung.statuses == [1] * 4
     assert re.fullmatch(rf"{waits}which is at step 2 in hangs, attended_runs.py:\d+", hung.last_word())
     # Said before it ends the run, and not by each rank that waits.
     assert len(re.findall(f"waiting: {waits}", "".join(hung.stderr))) == 1
 
-    stopped = fault(2, stops)
-    assert stopped.statuses == [1] * last + [None]
+    stopped = run.fault(2, stops, of=last)
+    assert stopped.statuses == [1, 1, 1, None]
     assert re.fullmatch(rf"{waits}silent since .*", stopped.last_word())
 
-    whose = 0 if ranks == 2 else last
-    killed = fault(3, is_killed, of=whose)
-    assert sorted(status or 0 for status in killed.statuses) == [-9] + [1] * last
-    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {whose}, silent since .*", killed.last_word())
+    killed = run.fault(3, is_killed, of=last)
+    assert killed.statuses == [1, 1, 1, -9]
+    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {last}, silent since .*", killed.last_word())
 
-    full = fault(3, disk_is_full)
-    assert full.statuses == [2] * ranks
+    full = run.fault(3, disk_is_full, of=last)
+    assert full.statuses == [2] * 4
     assert re.search(r"checkpoint .*cannot be written.*OSError", full.last_word())
+    run.end()
 
-    start(tiny(run_dir, RUN, "--resume"), ranks)
-    assert losses(run_dir) == losses(straight)
-    # Nothing began anew.
-    assert not (tmp_path / "run.1").exists()
+
+def test_two_ranks_go_on_bit_for_bit_after_faults_of_the_first(tmp_path: Path) -> None:
+    """Which prints for all, and of whom none is left to print where it is gone."""
+    run = Faulted(tmp_path, 2)
+    # Its TensorBoard is broken.
+    assert_stopped(run.fault(1, is_interrupted_without_tensorboard, SHOWN, of=0), 2, without_tensorboard=True)
+
+    raised = run.fault(2, raises, of=0)
+    assert raised.statuses == [1, 1]
+    assert re.fullmatch(r"RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
+
+    killed = run.fault(3, is_killed, of=0)
+    assert killed.statuses == [-9, 1]
+    assert re.fullmatch(r"rank 1, at step 3, has lost rank 0, silent since .*", killed.last_word())
+    run.end()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

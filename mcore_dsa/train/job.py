@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
 from mcore_dsa.train.attendance import Attendance
 from mcore_dsa.train.board import VARIABLES
 from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults, save_checkpoint
+from mcore_dsa.train.comparison import Comparison, losses_of, partition_off, store, stored
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
 from mcore_dsa.train.ending import Status, Stopped
@@ -151,16 +152,12 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
         with owned(job.run_dir) as run_dir:
             start = _start_of(job)
             if start is not None and start.step >= job.config.training.steps:
-                return _nothing_left(job)
+                return _nothing_left(job, attendance)
             result = _run_steps(job, start, attendance, title="train", run_dir=run_dir)
             identical = None
             if job.config.compare_unsharded:
-                # The first model, in reference cycles, would stay beside the second.
-                gc.collect()
-                with _partition_off():
-                    # A loss that is not a number has ended the run, so equal floats have equal bits.
-                    again = _run_steps(job, start, attendance, title="unsharded")
-                    identical = again.losses == result.losses
+                comparison = Comparison(done=0 if start is None else start.step, steps=job.config.training.steps)
+                identical = _compare(job, start, comparison, result.losses, attendance)
     finally:
         parallel_state.destroy_model_parallel()
     training = job.config.training
@@ -318,8 +315,32 @@ def _tell_data(job: Job) -> None:
         _logger.warning("%d entries of data were left out, among them %s", len(left_out), some)
 
 
-def _nothing_left(job: Job) -> Summary:
-    """Of a run that an automatic restart finds finished."""
+def _compare(
+    job: Job, start: Checkpoint | None, comparison: Comparison, losses: list[float], attendance: Attendance
+) -> bool:
+    """Whether the steps from `start` on have these losses with the indexer unsharded too."""
+    store(job.run_dir, comparison)
+    # The first model, in reference cycles, would stay beside the second.
+    gc.collect()
+    with partition_off():
+        # A loss that is not a number has ended the run, so equal floats have equal bits.
+        identical = _run_steps(job, start, attendance, title="unsharded").losses == losses
+    store(job.run_dir, replace(comparison, identical=identical))
+    return identical
+
+
+def _compare_again(job: Job, attendance: Attendance) -> bool:
+    """What came of the comparison of a finished run; it is made where the process that began it was cut short."""
+    comparison = stored(job.run_dir, job.config.training.steps)
+    if comparison.identical is not None:
+        return comparison.identical
+    losses = losses_of(job.run_dir, comparison)
+    start = find_start(job.run_dir, True, comparison.done) if comparison.done else None
+    return _compare(job, start, comparison, losses, attendance)
+
+
+def _nothing_left(job: Job, attendance: Attendance) -> Summary:
+    """Of a run that an automatic restart finds finished, but for the comparison perhaps."""
     config, partition = job.config, read_settings().partition.value
     return Summary(
         steps=config.training.steps,
@@ -330,22 +351,9 @@ def _nothing_left(job: Job) -> Summary:
         indexer_share=None,
         flag=partition,
         group_size=config.parallel.tensor if partition != "off" else 1,
-        unsharded_losses_bit_identical=None,
+        unsharded_losses_bit_identical=_compare_again(job, attendance) if config.compare_unsharded else None,
         run_dir=config.run_dir,
     )
-
-
-@contextlib.contextmanager
-def _partition_off() -> Iterator[None]:
-    before = os.environ.get(PARTITION_VARIABLE)
-    os.environ[PARTITION_VARIABLE] = "off"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[PARTITION_VARIABLE]
-        else:
-            os.environ[PARTITION_VARIABLE] = before
 
 
 @contextlib.contextmanager
