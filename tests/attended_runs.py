@@ -51,6 +51,7 @@ def attended(
     of_rank: int | None = None,
     absent: Collection[int] = (),
     flags: Callable[[int], str] = lambda rank: "1",
+    torchrun: bool = True,
 ) -> Ended:
     """Run the job's `main` in ranks that share one store, and see how each of them ends.
 
@@ -58,14 +59,18 @@ def attended(
         fault: called before `main`, in rank `of_rank` or in all.
         absent: ranks that are never started.
         flags: the value of the flag of a rank.
+        torchrun: whether a launcher keeps the store; rank 0 does without one.
     """
     arguments, folder = _arguments(run_dir, options), _said(run_dir)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not torchrun:
+        del store
     started: dict[int, BaseProcess] = {}
     context = forked()
     for rank in set(range(ranks)) - set(absent):
         own = fault if of_rank in (None, rank) else None
-        environment = {**_environment(rank, ranks, store.port), FLAG: flags(rank)}
+        environment = {**_environment(rank, ranks, port, torchrun=torchrun), FLAG: flags(rank)}
         started[rank] = context.Process(target=_rank, args=(environment, arguments, folder / str(rank), own))
         started[rank].start()
     statuses = _wait(started, until=time.monotonic() + LIMIT_S)
@@ -120,15 +125,14 @@ def _said(run_dir: Path) -> Path:
     return folder
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, port: int, *, torchrun: bool = True) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **({"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"} if torchrun else {}),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 

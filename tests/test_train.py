@@ -292,7 +292,7 @@ def test_ranks_that_were_told_different_things_say_so_on_every_rank(tmp_path: Pa
     with pytest.raises(RanksFailed) as failed:
         run_ranks(run_with_a_seed_of_its_own, 2, tiny(tmp_path))
     message = str(failed.value)
-    assert message.count("ValueError: configuration is") == 2
+    assert message.count("ValueError: training.seed is 1 on rank 1; accepted is rank 0's, 0\n") == 2
     assert not list(tmp_path.iterdir())
 
 

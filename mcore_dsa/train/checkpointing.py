@@ -27,7 +27,7 @@ from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.digesting import DigestingSave
 from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import Trainer
-from mcore_dsa.train.stored import Checkpoint, folder_of, prune, publish, seal
+from mcore_dsa.train.stored import JOB, Checkpoint, folder_of, prune, publish, seal
 from mcore_dsa.train.together import of_every_rank, told_to_every_rank
 
 _logger = logging.getLogger(__name__)
@@ -117,9 +117,9 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
 def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Put a fresh trainer where the checkpoint's was; every rank has to call this.
 
-    Raises: ValueError for files that are what their digests say and cannot be taken for this model all the same, on the
-        rank that finds it, and on every rank where replicas of weights differ; RuntimeError on every rank for weights
-        that are not finite.
+    Raises: ValueError for files that are what their digests say and cannot be taken for this model all the same, or are
+        of another step, on the rank that finds it, and on every rank where replicas of weights differ; RuntimeError on
+        every rank for weights that are not finite.
     """
     state = _sharded_state(trainer, loading=True)
     same_layout = checkpoint.layout == _layout(trainer.config)
@@ -141,6 +141,11 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
             "is a checkpoint of this model that a run wrote"
         ) from error
     trainer.step = checkpoint.step
+    if trainer.scheduler.num_steps != trainer.step:
+        raise ValueError(
+            f"{checkpoint.folder / JOB} is of step {trainer.step}; accepted is that of the schedule beside it, "
+            f"{trainer.scheduler.num_steps}"
+        )
     refuse_not_finite(trainer, f"weights in {checkpoint.folder}")
     trainer.check_replicas()
     if not same_layout:

@@ -23,6 +23,7 @@ from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
 from mcore_dsa.train.attendance import Attendance
+from mcore_dsa.train.board import VARIABLES
 from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults, save_checkpoint
 from mcore_dsa.train.comparison import Comparison, losses_of, partition_off, store, stored
 from mcore_dsa.train.config import JobConfig
@@ -38,7 +39,7 @@ from mcore_dsa.train.report import RunLog, Summary
 from mcore_dsa.train.run_dir import METRICS, RunDir, owned, refuse_something_else
 from mcore_dsa.train.samples import Packs, Windows, samples_of
 from mcore_dsa.train.stored import Checkpoint, find_start, rewind
-from mcore_dsa.train.together import told_to_every_rank
+from mcore_dsa.train.together import refuse_differences, told_to_every_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ def prepare(config: JobConfig, world_size: int) -> Job:
 
     Raises: ValueError listing values that cannot run, all those found, each with its field and what is accepted.
     """
-    faults = faults_of(config, world_size)
-    if config.compare_unsharded and read_settings().partition.value == "off":
+    settings = read_settings()
+    faults = [*faults_of(config, world_size), *settings.faults]
+    if config.compare_unsharded and settings.partition.value == "off" and not settings.partition.fault:
         faults.append(f"compare_unsharded is true; accepted with {PARTITION_VARIABLE} off is false: nothing is sharded")
     if faults:
         raise ValueError("\n".join(faults))
@@ -145,7 +147,8 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
         distributed_timeout_minutes=math.ceil(_timeout(job.config) / timedelta(minutes=1)),
     )
     try:
-        _check_agreement(job)
+        digests = {"digest of data": job.corpus.digest, "digest of evaluation.data": job.evaluation_digest}
+        refuse_differences({**asdict(job.config), **digests})
         with owned(job.run_dir) as run_dir:
             start = _start_of(job)
             if start is not None and start.step >= job.config.training.steps:
@@ -175,11 +178,13 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
 
 
 def run(config: JobConfig, attendance: Attendance) -> Status:
-    """Train in a process that torchrun started, and print the summary as the last line of rank 0's stdout.
+    """Train in a process that torchrun started, or another launcher that sets `VARIABLES`.
+
+    The summary is the last line of rank 0's stdout.
 
     Returns: what to end with.
 
-    Raises: as `prepare` and `train`, and ValueError where torchrun did not start the process.
+    Raises: as `prepare` and `train`, and ValueError where the variables are not there.
     """
     applied = patches.apply()
     _logger.info(
@@ -187,8 +192,11 @@ def run(config: JobConfig, attendance: Attendance) -> Status:
         applied.megatron_version,
         len(applied.replaced),
     )
-    if not dist.is_torchelastic_launched():
-        raise ValueError("the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ...")
+    if not all(name in os.environ for name in VARIABLES):
+        raise ValueError(
+            "the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ..., or one that "
+            f"sets {', '.join(VARIABLES)}"
+        )
     job = prepare(config, int(os.environ["WORLD_SIZE"]))
     with _process_group(config):
         first = dist.get_rank() == 0
@@ -253,6 +261,7 @@ def _run_steps(
             attendance.at(f"step {trainer.step + 1}")
             report = train_step()
             if trainer.step == done + 1:
+                attendance.under_way()
                 # No sooner: what only a forward can find leaves an earlier run in its place.
                 if run_dir is not None:
                     _open_run_dir(job, start, run_dir)
@@ -277,24 +286,6 @@ def _run_steps(
         indexer_seconds=sum(report.indexer_seconds for report in reports),
         flag=partition,
     )
-
-
-def _check_agreement(job: Job) -> None:
-    own = {
-        "configuration": asdict(job.config),
-        "digest of data": job.corpus.digest,
-        "digest of evaluation.data": job.evaluation_digest,
-    }
-    of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, own)
-    faults = [
-        f"{name} is {values[name]} on rank {rank}; accepted is rank 0's: {of_ranks[0][name]}"
-        for rank, values in enumerate(of_ranks)
-        for name in own
-        if values[name] != of_ranks[0][name]
-    ]
-    if faults:
-        raise ValueError("\n".join(faults))
 
 
 def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
