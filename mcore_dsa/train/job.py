@@ -50,7 +50,7 @@ class Job:
         config: the run.
         corpus: its text.
         samples: what it reads of it.
-        evaluation: what it is evaluated on, and the digest of that, both None for nothing.
+        evaluation, evaluated: what it is evaluated on, and the text of that, both None for nothing.
         pretrained: the Hugging Face checkpoint whose weights a fresh run starts from, None for random ones.
     """
 
@@ -58,7 +58,7 @@ class Job:
     corpus: Corpus
     samples: Windows | Packs
     evaluation: Windows | Packs | None
-    evaluation_digest: str | None
+    evaluated: Corpus | None
     pretrained: CheckpointBinding | None
 
     @property
@@ -95,7 +95,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         corpus=corpus,
         samples=samples,
         evaluation=evaluation,
-        evaluation_digest=None if evaluated is None else evaluated.digest,
+        evaluated=evaluated,
         pretrained=pretrained,
     )
 
@@ -286,7 +286,7 @@ def _check_agreement(job: Job) -> None:
     own = {
         "configuration": asdict(job.config),
         "digest of data": job.corpus.digest,
-        "digest of evaluation.data": job.evaluation_digest,
+        "digest of evaluation.data": None if job.evaluated is None else job.evaluated.digest,
     }
     of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, own)
@@ -322,9 +322,13 @@ def _tell_data(job: Job) -> None:
         job.corpus.files,
         len(job.samples),
     )
-    if left_out := job.corpus.left_out:
-        some = ", ".join(left_out[:8])
-        _logger.warning("%d entries of data were left out, among them %s", len(left_out), some)
+    for field, corpus in (("data", job.corpus), ("evaluation.data", job.evaluated)):
+        if corpus is not None and corpus.cut:
+            limit = job.config.max_data_bytes
+            _logger.warning("%s is cut by max_data_bytes, %d, in %s: the rest is not read", field, limit, corpus.cut)
+        if corpus is not None and corpus.left_out:
+            some = ", ".join(corpus.left_out[:8])
+            _logger.warning("%d entries of %s were left out, among them %s", len(corpus.left_out), field, some)
 
 
 def _nothing_left(job: Job) -> Summary:
