@@ -27,6 +27,7 @@ from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.digesting import DigestingSave
 from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import Trainer
+from mcore_dsa.train.ran import differences, what_runs
 from mcore_dsa.train.stored import Checkpoint, folder_of, prune, publish, seal
 from mcore_dsa.train.together import of_every_rank, told_to_every_rank
 
@@ -34,6 +35,10 @@ _logger = logging.getLogger(__name__)
 
 # The one format of the distributed optimizer that does not depend on how the model is spread.
 _SHARDING = "fully_reshardable"
+
+
+# Fields that change no sample of a step: a run may go on under others, its sums and dropout then being others.
+_FREE = ("training.micro_batch_size", "training.recompute")
 
 
 def run_fields(config: JobConfig, corpus_digest: str) -> dict[str, Any]:
@@ -53,8 +58,9 @@ def resume_faults(
     run = run_fields(config, corpus_digest)
     faults = [
         f"{name} is {run.get(name)!r}; accepted to resume {checkpoint.folder} is {checkpoint.run.get(name)!r}"
+        + (": null is training.steps" if name == "training.decay_steps" and config.training.decay_steps is None else "")
         for name in sorted(run.keys() | checkpoint.run.keys())
-        if run.get(name) != checkpoint.run.get(name)
+        if run.get(name) != checkpoint.run.get(name) and name not in _FREE
     ]
     expert = checkpoint.layout.get("expert")
     if config.parallel.expert != expert:
@@ -68,6 +74,13 @@ def resume_faults(
             f"{checkpoint.step}, the steps it has done"
         )
     return faults
+
+
+def resume_changes(checkpoint: Checkpoint, config: JobConfig) -> str:
+    """What a run that continues from `checkpoint` may have otherwise, and has, for the log; empty where nothing."""
+    run = run_fields(config, "")
+    now, before = ({name: fields[name] for name in _FREE} for fields in (run, checkpoint.run))
+    return differences({**now, **what_runs(config)}, {**before, **checkpoint.ran})
 
 
 def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spare: Path | None = None) -> None:
@@ -102,7 +115,12 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
             f"the checkpoint in {folder} cannot be written, {free:,} bytes are free there: {'; '.join(told)}"
         ) from error
     digests = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in of_every_rank(writer.digests)))
-    job = {"step": trainer.step, "run": run_fields(trainer.config, corpus_digest), "layout": _layout(trainer.config)}
+    job = {
+        "step": trainer.step,
+        "run": run_fields(trainer.config, corpus_digest),
+        "layout": _layout(trainer.config),
+        "ran": what_runs(trainer.config),
+    }
     with told_to_every_rank(f"the checkpoint in {folder} cannot be published"):
         if dist.get_rank() == 0:
             seal(folder, job, digests)

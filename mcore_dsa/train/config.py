@@ -357,4 +357,5 @@ def _said(message: str) -> str:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     accepted = [_KINDS.get(kind) or " or ".join(map(str, get_args(kind))) for kind in kinds]
     name, value = match["name"], match["value"]
-    return match["where"] + f"{name} is {value}; accepted is {' or '.join(accepted)}"
+    said = f"{name} is {value}; accepted is {' or '.join(accepted)}"
+    return match["where"] + said

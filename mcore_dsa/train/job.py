@@ -21,9 +21,9 @@ from megatron.core import parallel_state
 
 from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
-from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
+from mcore_dsa.settings import PARTITION_VARIABLE, read_settings, unknown_variables
 from mcore_dsa.train.attendance import Attendance
-from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults, save_checkpoint
+from mcore_dsa.train.checkpointing import load_checkpoint, resume_changes, resume_faults, save_checkpoint
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
 from mcore_dsa.train.ending import Status, Stopped
@@ -32,7 +32,8 @@ from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
-from mcore_dsa.train.probes import Probes
+from mcore_dsa.train.probes import Probes, rewind_records
+from mcore_dsa.train.ran import note_start
 from mcore_dsa.train.report import RunLog, Summary
 from mcore_dsa.train.run_dir import METRICS, RunDir, owned, refuse_something_else
 from mcore_dsa.train.samples import Packs, Windows, samples_of
@@ -190,6 +191,8 @@ def run(config: JobConfig, attendance: Attendance) -> Status:
         applied.megatron_version,
         len(applied.replaced),
     )
+    if os.environ.get("RANK", "0") == "0" and (unknown := unknown_variables()):
+        _logger.warning("%s: set, and no settings; mcore-dsa doctor lists those", ", ".join(unknown))
     if not dist.is_torchelastic_launched():
         raise ValueError("the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ...")
     job = prepare(config, int(os.environ["WORLD_SIZE"]))
@@ -228,6 +231,8 @@ def _start_of(job: Job) -> Checkpoint | None:
         faults = resume_faults(start, config, job.corpus.digest, finished=done)
         if faults:
             raise ValueError("\n".join(faults))
+        if dist.get_rank() == 0 and not done and (changes := resume_changes(start, config)):
+            _logger.warning("the run continues from %s, where now %s", start.folder, changes)
     return start
 
 
@@ -308,10 +313,12 @@ def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
         if dist.get_rank() == 0:
             if start is not None:
                 rewind(start)
+                rewind_records(run_dir.path, start.step)
             (run_dir.path / METRICS).touch()
             # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
             fields = json.loads(json.dumps(asdict(job.config)))
             (run_dir.path / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+            note_start(job.config, run_dir.path, 0 if start is None else start.step)
             _tell_data(job)
 
 
