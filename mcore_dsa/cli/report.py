@@ -72,11 +72,11 @@ def report(run: str, out: str | None) -> Outcome:
 def _cards_of_steps(run: RunFolder) -> list[_Card]:
     """A picture of each number that was logged; of how selections stay from two comparisons on."""
     series = run.series
-    shares = {
+    shares: dict[str, pictures.Series] = {
         "indexer, its exchange included": series("indexer_ms", "step_ms"),
         "exchange of indexer and attention": series("exchange_ms", "step_ms"),
     }
-    stay: pictures.Series = series("selection_agreement")
+    stay = series("selection_agreement")
     numbers: list[tuple[str, str, dict[str, pictures.Series], str, dict[str, Any]]] = [
         (
             "Loss",

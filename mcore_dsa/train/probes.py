@@ -88,7 +88,8 @@ class Probes:
                 self._last = SelectionRecord.load(older[-1]) if older else None
             layers = [] if self._last is None else self._last.agreement(record)
         except (OSError, ValueError) as error:
-            _logger.warning("the selections of the step in %s are compared with none: %s", file.name, error)
+            if dist.get_rank() == 0:
+                _logger.warning("the selections in %s are compared with none: %s", file.name, error)
             return None
         return sum(layer.share for layer in layers) / len(layers) if layers else None
 
