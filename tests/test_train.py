@@ -222,6 +222,19 @@ def test_resuming_refuses_other_expert_parallel_ranks(tmp_path: Path) -> None:
     assert fault.startswith(f"parallel.expert is 1; accepted to resume {tmp_path} is 2: ")
 
 
+def test_a_hybrid_run_may_go_on_under_another_cut_of_its_pipeline(tmp_path: Path) -> None:
+    from mcore_dsa.train.checkpointing import resume_faults, run_fields
+    from mcore_dsa.train.stored import Checkpoint
+
+    hybrid = "--model.host hybrid --model.num_layers 4 --model.hybrid_layer_pattern"
+    saved = Checkpoint(
+        folder=tmp_path, step=1, run=run_fields(tiny(tmp_path, hybrid, "D-D-"), ""), layout={"expert": 1}
+    )
+    assert resume_faults(saved, tiny(tmp_path, hybrid, "'D-|D-'", "--parallel.pipeline 2"), "") == []
+    (fault,) = resume_faults(saved, tiny(tmp_path, hybrid, "DD--"), "")
+    assert fault.startswith("model.hybrid_layer_pattern is 'DD--'; accepted to resume ")
+
+
 def test_what_a_resumed_run_has_otherwise_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mcore_dsa.train.checkpointing import resume_changes, run_fields
     from mcore_dsa.train.ran import what_runs

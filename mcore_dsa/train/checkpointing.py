@@ -44,6 +44,9 @@ _FREE = ("training.micro_batch_size", "training.recompute")
 def run_fields(config: JobConfig, corpus_digest: str) -> dict[str, Any]:
     """The fields on which weights, losses and the order of the data depend."""
     fields = {f"model.{name}": value for name, value in asdict(config.model).items()}
+    if config.model.hybrid_layer_pattern is not None:
+        # Where the pipeline cuts it is layout.
+        fields["model.hybrid_layer_pattern"] = config.model.hybrid_layer_pattern.replace("|", "")
     fields |= {f"training.{name}": value for name, value in asdict(config.training).items() if name != "steps"}
     # Null follows training.steps, and a longer run would have another schedule.
     fields |= {"training.decay_steps": config.training.lr_decay_steps, "digest of data": corpus_digest}

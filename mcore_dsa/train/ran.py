@@ -19,6 +19,7 @@ from mcore_dsa import __version__
 from mcore_dsa.backends import Target, choose
 from mcore_dsa.settings import ATTEND_SHARD_VARIABLE, read_settings
 from mcore_dsa.train.config import JobConfig
+from mcore_dsa.workspace import device_bytes
 
 STARTS = "starts.jsonl"
 
@@ -26,9 +27,10 @@ STARTS = "starts.jsonl"
 def what_runs(config: JobConfig) -> dict[str, str]:
     """Equal for two processes if nothing but the configuration tells them apart."""
     cuda, model = torch.cuda.is_available(), config.model
-    settings = read_settings()
+    device = torch.device("cuda" if cuda else "cpu")
+    settings = read_settings(device_bytes=device_bytes(device))
     target = Target.of(
-        torch.device("cuda" if cuda else "cpu"),
+        device,
         torch.bfloat16 if config.training.dtype == "bf16" else torch.float32,
         heads=model.dsa_indexer_n_heads,
         dim=model.dsa_indexer_head_dim,
