@@ -35,7 +35,7 @@ failed=()
 "$PYTHON" -m pytest gpu_ci -q -rs --durations=8 "$@" || failed+=("tests")
 
 # Over NCCL: two tensor-parallel ranks where there are two devices, and then the same steps with the flag off.
-ranks=1 compare=--no-compare-unsharded
+ranks=1 compare=--compare_unsharded=false
 [ "$devices" -ge 2 ] && ranks=2 compare=--compare-unsharded
 SKYRL_DSA_INDEXER_TP_SHARD=1 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     -m mcore_dsa.train --config configs/tiny_tp2.yaml --run_dir "$scratch/run" --parallel.tensor "$ranks" \

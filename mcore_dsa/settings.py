@@ -84,6 +84,8 @@ class Setting[T]:
         """The value for people."""
         if isinstance(self.value, bool):
             return "on" if self.value else "off"
+        if self.name == VERIFY_VARIABLE and not self.value:
+            return "off"
         if isinstance(self.value, int) and self.name.endswith("BYTES"):
             return bytes_text(self.value)
         return str(self.value)
@@ -173,6 +175,13 @@ def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int
         drift_every=_read(environ, DRIFT_VARIABLE, _parse_count, _COUNT_ACCEPTED, DEFAULT_DRIFT_EVERY),
         verify=_read(environ, VERIFY_VARIABLE, _parse_verify, _VERIFY_ACCEPTED, 0),
     )
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Variables that are named as settings are and are none: misspelled perhaps, and without effect."""
+    environ = os.environ if environ is None else environ
+    known = read_settings({}).describe()
+    return sorted(name for name in environ if re.match("(MCORE|SKYRL)_DSA_", name) and name not in known)
 
 
 def default_bytes(device_bytes: int) -> int:

@@ -53,21 +53,25 @@ def copied(bytes_UX: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """A new safetensors file, with the permissions that any new file of this process has.
+    """A safetensors file that is there whole or not at all, with the permissions that any new file of this process has.
 
     Raises: OSError where it cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path.touch()
-    mode = path.stat().st_mode & 0o777
+    partial = path.with_name(f"{path.name}.partial")
+    partial.touch()
+    mode = partial.stat().st_mode & 0o777
     try:
-        save_file(dict(_apart(tensors)), path, metadata=dict(metadata))
+        save_file(dict(_apart(tensors)), partial, metadata=dict(metadata))
+        # The library leaves what it writes to its owner alone.
+        partial.chmod(mode)
+        partial.replace(path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    # The library leaves what it writes to its owner alone.
-    path.chmod(mode)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -12,9 +12,9 @@ from odd import WORDS, changed_bytes, changed_tree
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from train_runs import run, tiny, trainer_of, write_indexed
 
-from mcore_dsa.cli.report import _series, _steps
+from mcore_dsa.cli.run_folder import RunFolder
 from mcore_dsa.files import digest_of, names_in, write_digests
-from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults
+from mcore_dsa.train.checkpointing import load_checkpoint, resume_changes, resume_faults
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import read_corpus
 from mcore_dsa.train.report import _drop_steps_after
@@ -70,6 +70,7 @@ def _resume(case: tuple[dict[str, bytes], bool, Any, Any]) -> None:
         if found is not None:
             assert found.step in (1, 2)
             assert all(isinstance(fault, str) for fault in resume_faults(found, _run()[0], "digest"))
+            assert isinstance(resume_changes(found, _run()[0]), str)
 
 
 @functools.cache
@@ -151,15 +152,19 @@ def _read_set(case: tuple[dict[str, bytes], int]) -> None:
 
 def _read_log(data: bytes) -> None:
     with scratch() as folder:
-        (folder / "metrics.jsonl").write_bytes(data)
-        steps, lost = _steps(folder)
-        assert steps
-        assert lost >= 0
+        for name in ("metrics.jsonl", "starts.jsonl"):
+            (folder / name).write_bytes(data)
+        run = RunFolder.read(folder)
+        assert run.steps
+        assert set(run.resumed) <= {step["step"] for step in run.steps}
+        assert all(isinstance(value, str) for value in run.ran.values())
         for name, over in (("loss", None), ("indexer_ms", "step_ms")):
-            assert len(_series(steps, name, over)) <= len(steps)
+            assert len(run.series(name, over)) <= len(run.steps)
 
 
-LOG = b"".join(b'{"step": %d, "loss": 5.5, "step_ms": 20.0, "indexer_ms": 4.0}\n' % step for step in range(1, 5))
+STEP = b'{"step": %d, "loss": 5.5, "step_ms": 20.0, "indexer_ms": 4.0}\n'
+START = b'{"first_step": %d, "steps": 9, "ranks": 2, "time": "", "ran": {"torch": "2"}}\n'
+LOG = b"".join(line % step for step in range(1, 5) for line in (STEP, START))
 REFUSAL = (ValueError, OSError)
 TARGETS = (
     Target("run directories", st.deferred(_folders), _resume, REFUSAL, 1, prepare=_run),

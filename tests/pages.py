@@ -162,6 +162,24 @@ def _replay(folder: Path) -> dict[str, Any]:
     }
 
 
+def _training(folder: Path) -> dict[str, Any]:
+    """A checkpoint of the job's, of a model in bf16 as its attention was trained, and the one that it came from."""
+    from megatron.core import dist_checkpointing
+
+    from mcore_dsa.binding import verify
+    from mcore_dsa.checkpoint import load_attention
+    from mcore_dsa.tp_plan import DsaTpPlan
+
+    binding = verify(_checkpoint(folder / "GLM-5.3-Flash-BF16"))
+    model = _model(**_sizes_of(binding.geometry), bf16=True).bfloat16()
+    for held, layer in zip(model.decoder.layers, binding.layers, strict=False):
+        held.self_attention.load_state_dict(load_attention(binding, layer, DsaTpPlan(0, 1, binding.geometry)))
+    step = folder / "runs/tiny_tp2/checkpoints/step_00000100"
+    step.mkdir(parents=True)
+    dist_checkpointing.save(model.sharded_state_dict(), str(step))
+    return {}
+
+
 def _selection(folder: Path) -> dict[str, Any]:
     return {
         "q_SBHD": torch.randn(22, 1, 8, 16),
@@ -195,4 +213,5 @@ NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/hosts.md": _hosts,
     "docs/replay.md": _replay,
     "docs/selection.md": _selection,
+    "docs/training.md": _training,
 }

@@ -22,6 +22,7 @@ def told(*words: str) -> tuple[int, dict[str, Any]]:
 def test_it_says_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PARTITION_VARIABLE, "zigzag")
     monkeypatch.setenv(SCORE_BYTES_VARIABLE, "64 MiB")
+    monkeypatch.setenv("MCORE_DSA_" + "DRIFT", "1")
     status, report = told()
     assert (status, report["ok"], report["faults"]) == (0, True, [])
     assert [setting["name"] for setting in report["settings"]] == [setting.name for setting in read_settings()]
@@ -34,7 +35,13 @@ def test_it_says_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report["runs"]["device"] == "cuda") == torch.cuda.is_available()
     status, out, _ = command("doctor")
     assert status == 0
-    for said in (f"{PARTITION_VARIABLE}='zigzag'", "64MiB", versions["torch"], "no faults"):
+    for said in (
+        f"{PARTITION_VARIABLE}='zigzag'",
+        "64MiB",
+        versions["torch"],
+        "no faults",
+        "set, and no settings: MCORE_DSA_DRIFT",
+    ):
         assert said in out
 
 

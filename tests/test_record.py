@@ -126,6 +126,17 @@ def test_a_file_brings_back_what_it_was_given(tmp_path: Path) -> None:
     assert loaded.digest == saved.digest
 
 
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", cut)
+    with pytest.raises(KeyboardInterrupt):
+        random_record(LENGTHS, PADDED).save(tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_digest_tells_records_apart() -> None:
     one = random_record(LENGTHS, PADDED)
     others = [

@@ -5,8 +5,10 @@ import io
 import json
 import shutil
 import subprocess
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +18,20 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mcore_dsa.cli import pictures
+from mcore_dsa.cli.run_folder import RunFolder
 from mcore_dsa.record import SelectionRecord
+from mcore_dsa.settings import PARTITION_VARIABLE
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 TITLES = [
     "Loss",
+    "Gradient norm",
+    "Learning rate",
     "Tokens a second",
     "What selecting takes",
-    "Work of each rank",
     "Model FLOPs a second",
     "Selections that stay",
+    "Work of each rank",
     "Which pools the queries select",
 ]
 
@@ -58,17 +64,23 @@ def write_run(folder: Path, *, steps: int = 30, ranks: int = 4) -> Path:
         values = {
             "step": step,
             "loss": 5.0 / step,
+            "gradient_norm": 0.5,
+            "learning_rate": 1e-3,
             "step_ms": 100.0,
             "tokens_per_s": 2000.0 + step,
             "indexer_ms": 12.0,
             "exchange_ms": 3.0,
             "busiest_over_mean": 1.5,
-            "model_flops_per_s": 3e12,
+            "model_flops_per_s": 3.21e9,
             "scored_pairs_of_ranks": [100 * (rank + 1) for rank in range(ranks)],
         }
         seen = {"evaluation_loss": 5.5 / step, "selection_agreement": 0.9} if step % 10 == 0 else {}
         lines.append(json.dumps({**values, **seen}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    ran = {PARTITION_VARIABLE: "contiguous", "kernels": "torch", "device": "CPU with <AVX2>"}
+    start = {"steps": 40, "ranks": ranks, "time": "2026-12-03T10:00:00+00:00", "ran": ran}
+    starts = [json.dumps({"first_step": first, **start}) for first in (1, 11, 21, 21, 99)]
+    (folder / "starts.jsonl").write_text("\n".join(starts) + "\n")
     (folder / "config.yaml").write_text("run_dir: <here> & there\n")
     record_of((40, 300), layers=6, pool_size=4, budget=3).save(folder / "selections/step_00000010.safetensors")
     return folder
@@ -110,7 +122,7 @@ def test_a_page_holds_a_picture_of_everything_that_was_logged(tmp_path: Path) ->
     assert answer == {
         "page": str(run / "report.html"),
         "steps": 30,
-        "lines_left_out": 0,
+        "left_out": [],
         "pictures": TITLES,
     }
     page = Page((run / "report.html").read_text())
@@ -121,8 +133,13 @@ def test_a_page_holds_a_picture_of_everything_that_was_logged(tmp_path: Path) ->
         assert min(image.size) > 300
         # Something is drawn on the white.
         assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10
-    for said in ("a <run> & more", "30", "0.1667", "0.1833", "12.0%", "1.500", "run_dir: <here> & there\n"):
+    for said in ("a <run> & more", "30", "0.1667", "0.1833", "12.0%", "1.500", "3.2 G", "run_dir: <here> & there\n"):
         assert said in page.text
+    head = ["Steps 1 to 30 of 40 planned", "4 ranks", "flag contiguous", "torch kernels on CPU with <AVX2>"]
+    assert " \u00b7 ".join([*head, "resumed before step 11, 21"]) in page.text
+    # The fourth of four ranks has 400 of 1,000 pairs.
+    hint = f" The busiest does 1.60 times the mean: {PARTITION_VARIABLE}=zigzag evens it, see mcore-dsa plan."
+    assert any(text.endswith(hint) for text in page.text)
 
 
 def test_the_log_of_a_run_that_crashed_is_shown_with_what_was_lost(tmp_path: Path) -> None:
@@ -131,16 +148,55 @@ def test_the_log_of_a_run_that_crashed_is_shown_with_what_was_lost(tmp_path: Pat
     metrics.write_text(metrics.read_text() + '{"step": 31, "lo\n[]\n{"step": 32}\n')
     status, out, _ = command("report", run, "--out", tmp_path / "page.html")
     assert status == 0
-    assert "30 steps, 7 pictures" in out
+    assert "30 steps, 9 pictures" in out
     assert "3 lines of metrics.jsonl are no steps" in out
-    assert "3 lines of its log are no steps" in (tmp_path / "page.html").read_text()
+    assert "3 lines of metrics.jsonl are no steps" in (tmp_path / "page.html").read_text()
+
+
+ODD = st.none() | st.booleans() | st.text(max_size=3) | st.lists(st.integers() | st.text(max_size=2), max_size=2)
+ODD |= st.dictionaries(st.text(max_size=2), st.integers(), max_size=2) | st.sampled_from([1e999, -1e999, 10**400])
+NUMBERS = ["step", "loss", "gradient_norm", "step_ms", "indexer_ms", "busiest_over_mean", "selection_agreement"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from([*NUMBERS, "scored_pairs_of_ranks"]), value=ODD, at=st.integers(0, 5))
+def test_a_line_with_a_value_of_another_kind_is_left_out(name: str, value: Any, at: int) -> None:
+    good = {**dict.fromkeys(NUMBERS, 1.5), "scored_pairs_of_ranks": [3, 4]}
+    lines = [good | {"step": step} for step in range(1, 6)]
+    lines.insert(at, good | {"step": 9} | {name: value})
+    sound = name == "scored_pairs_of_ranks" and isinstance(value, list) and all(isinstance(n, int) for n in value)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        run = RunFolder.read(Path(folder))
+    assert len(run.steps) == 5 + sound
+    assert list(run.left_out) == ["1 lines of metrics.jsonl are no steps and were left out"] * (not sound)
+    assert run.series("loss") == [(step["step"], 1.5) for step in run.steps]
+    assert run.pairs() == [3, 4] or sound
+
+
+def test_selections_that_are_damaged_cost_their_picture_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "selections/step_00000020.safetensors").write_bytes(b"cut")
+    found = RunFolder.read(run)
+    assert (found.record_name, len(found.left_out)) == ("step_00000010.safetensors", 1)
+    assert found.left_out[0].startswith("step_00000020.safetensors was left out: ")
+    (run / "selections/step_00000010.safetensors").write_bytes(b"cut")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[:20]:
+        # One comparison is a tile, and no line.
+        line.pop("selection_agreement", None)
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    status, out, _ = command("report", run, "--json")
+    assert status == 0
+    assert json.loads(out)["pictures"] == [title for title in TITLES[:-1] if title != "Selections that stay"]
+    assert "90.0%" in Page((run / "report.html").read_text()).text
 
 
 def test_an_older_log_has_fewer_pictures(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0, "tokens_per_s": 10.0}\n')
     status, out, _ = command("report", tmp_path, "--json")
     assert status == 0
-    assert json.loads(out)["pictures"] == TITLES[:2]
+    assert json.loads(out)["pictures"] == ["Loss", "Tokens a second"]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from mcore_dsa.settings import (
     VERIFY_VARIABLE,
     bytes_text,
     read_settings,
+    unknown_variables,
 )
 
 OFF = ["", " ", "0", "false", "FALSE", "off", " Off\n"]
@@ -46,6 +47,24 @@ def test_a_size_is_shown_as_it_is_read(size: int) -> None:
     assert shown in map(str, settings)
     assert f"{OVERLAP_VARIABLE} off (set to '0')" in map(str, settings)
     assert f"{KERNELS_VARIABLE} auto (default)" in map(str, settings)
+
+
+def test_a_variable_that_is_none_of_ours_is_found_by_its_name() -> None:
+    known = dict.fromkeys(read_settings({}).describe(), "1")
+    assert unknown_variables(known | {"PATH": "x", "NOT_MCORE_DSA_DRIFT": "1"}) == []
+    assert unknown_variables(known | {"SKYRL_DSA_SHARD": "1", "MCORE_DSA_DRIFT": ""}) == [
+        "MCORE_DSA_DRIFT",
+        "SKYRL_DSA_SHARD",
+    ]
+
+
+def test_a_setting_is_shown_by_the_word_that_turns_it_off() -> None:
+    assert [read_settings({VERIFY_VARIABLE: word}).verify.shown for word in ("", "off", "0", "on")] == [
+        "off",
+        "off",
+        "off",
+        "16",
+    ]
 
 
 def test_nothing_set_means_off_and_the_default_budgets() -> None:

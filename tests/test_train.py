@@ -74,6 +74,9 @@ def test_torchrun_trains_compares_and_ends_with_a_line_of_json(tmp_path: Path) -
     assert all("loss" in line and "tokens/s" in line and "indexer" in line for line in progress(done.stderr))
     assert list((run_dir / "tensorboard").glob("events.*"))
     assert parse_config(["--config", str(run_dir / "config.yaml")]).training.steps == 4
+    (begun,) = map(json.loads, (run_dir / "starts.jsonl").read_text().splitlines())
+    assert (begun["first_step"], begun["steps"], begun["ranks"]) == (1, 4, 2)
+    assert (begun["ran"][FLAG], begun["ran"]["torch"]) == ("contiguous", torch.__version__)
 
 
 def progress(stderr: str) -> list[str]:
@@ -220,7 +223,7 @@ def test_resuming_refuses_another_run(tmp_path: Path) -> None:
     assert f"accepted to resume {run_dir}" in lines[1]
     assert lines[1].endswith(" is 0.1")
     lines = [line.partition(" is ")[0] for line in pack.splitlines()]
-    assert lines == ["document_multiple", "pack", "training.micro_batch_size"]
+    assert lines == ["document_multiple", "pack"]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -231,8 +234,48 @@ def test_resuming_refuses_other_expert_parallel_ranks(tmp_path: Path) -> None:
     config = tiny(tmp_path)
     saved = Checkpoint(folder=tmp_path, step=1, run=run_fields(config, ""), layout={"expert": 1})
     assert resume_faults(saved, config, "") == []
+    free = "--training.micro_batch_size 1 --training.recompute full"
+    assert resume_faults(saved, tiny(tmp_path, free), "") == []
+    (fault,) = resume_faults(saved, tiny(tmp_path, "--training.steps 9 --training.decay_steps null"), "")
+    assert fault == f"training.decay_steps is 9; accepted to resume {tmp_path} is 4: null is training.steps"
     (fault,) = resume_faults(replace(saved, layout={"expert": 2}), config, "")
     assert fault.startswith(f"parallel.expert is 1; accepted to resume {tmp_path} is 2: ")
+
+
+def test_a_hybrid_run_may_go_on_under_another_cut_of_its_pipeline(tmp_path: Path) -> None:
+    from mcore_dsa.train.checkpointing import resume_faults, run_fields
+    from mcore_dsa.train.stored import Checkpoint
+
+    hybrid = "--model.host hybrid --model.num_layers 4 --model.hybrid_layer_pattern"
+    saved = Checkpoint(
+        folder=tmp_path, step=1, run=run_fields(tiny(tmp_path, hybrid, "D-D-"), ""), layout={"expert": 1}
+    )
+    assert resume_faults(saved, tiny(tmp_path, hybrid, "'D-|D-'", "--parallel.pipeline 2"), "") == []
+    (fault,) = resume_faults(saved, tiny(tmp_path, hybrid, "DD--"), "")
+    assert fault.startswith("model.hybrid_layer_pattern is 'DD--'; accepted to resume ")
+
+
+def test_what_a_resumed_run_has_otherwise_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_dsa.train.checkpointing import resume_changes, run_fields
+    from mcore_dsa.train.ran import what_runs
+    from mcore_dsa.train.stored import Checkpoint
+
+    config = tiny(tmp_path)
+    run, ran = run_fields(config, ""), what_runs(config)
+    assert {"torch", "megatron-core", "triton", "python", "device", "kernels", FLAG} <= ran.keys()
+    saved = Checkpoint(folder=tmp_path, step=1, run=run, layout={}, ran=ran)
+    assert resume_changes(saved, config) == ""
+    # Of a checkpoint that does not say.
+    assert resume_changes(replace(saved, ran={}), config) == ""
+    bits = ": losses may not be those of an uninterrupted run to the last bit"
+    assert (
+        resume_changes(replace(saved, ran=ran | {"torch": "1"}), config) == f"torch is {torch.__version__}, was 1{bits}"
+    )
+    recomputing = tiny(tmp_path, "--training.recompute full")
+    assert resume_changes(saved, recomputing) == f"training.recompute is full, was none{bits}"
+    # What is promised to change no bit is said, and no more.
+    monkeypatch.setenv(FLAG, "zigzag")
+    assert resume_changes(saved, config) == f"{FLAG} is zigzag, was {ran[FLAG]}"
 
 
 def test_a_run_continues_under_another_spread_but_not_to_the_last_bit(tmp_path: Path) -> None:

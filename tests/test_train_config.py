@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -38,6 +39,9 @@ def test_every_configuration_states_a_whole_run(path: Path) -> None:
         (["--training.dtype", "fp16"], "training.dtype"),
         (["--model.hiden_size", "64"], "model.hiden_size"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        # A name that is cut short is none.
+        (["--training.step", "5"], "unrecognized arguments: --training.step"),
+        (["--run", "x"], "unrecognized arguments: --run"),
     ],
 )
 def test_a_bad_command_line_names_the_field_in_one_line(arguments: list[str], message: str) -> None:
@@ -69,8 +73,10 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         (b"training: {steps: " + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
         (b"&a {model: *a}", "the alias *a"),
         (b"\0", "control characters are not allowed"),
-        (b"[1, 2]", "Unexpected config"),
-        (b"", "Unexpected config"),
+        (b"[1, 2]", "config is a list; accepted are fields and their values"),
+        (b"", "config is nothing; accepted are fields and their values"),
+        (b"pack: true\nresume: no\npack: false", "line 3 has the field pack once more; accepted is one value of each"),
+        (b"training.steps: 5\ntraining: {steps: 3}", "line 2 has the field training.steps once more"),
     ],
 )
 def test_a_hostile_file_is_refused_in_a_line_that_names_it(text: bytes, fault: str, tmp_path: Path) -> None:
@@ -81,6 +87,48 @@ def test_a_hostile_file_is_refused_in_a_line_that_names_it(text: bytes, fault: s
     assert fault in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) <= 500
+
+
+def flat(fields: dict[str, Any]) -> dict[str, Any]:
+    nested = {
+        f"{name}.{inner}": value[inner] for name, value in fields.items() if isinstance(value, dict) for inner in value
+    }
+    return {name: value for name, value in fields.items() if not isinstance(value, dict)} | nested
+
+
+@pytest.mark.parametrize("hyphen", [False, True])
+@pytest.mark.parametrize(("words", "said"), [([], True), (["true"], True), (["no"], False)])
+def test_every_field_is_an_option_in_either_spelling(hyphen: bool, words: list[str], said: bool) -> None:
+    fields = flat(yaml.safe_load((ROOT / "configs/tiny_tp2.yaml").read_text())) | {"data": ["a", "b"]}
+    options = []
+    for name, value in fields.items():
+        options.append(f"--{name.replace('_', '-') if hyphen else name}")
+        if isinstance(value, bool):
+            options += words
+            fields[name] = said
+        else:
+            options += value if isinstance(value, list) else ["null" if value is None else str(value)]
+    assert flat(asdict(parse_config(options))) == fields
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("checkpoint: {keep: 0}", "checkpoint.keep is 0; accepted is an integer >= 1 or null"),
+        ("training: {lr: fast}", "training.lr is 'fast'; accepted is a number > 0"),
+        ("training: {dtype: fp16}", "training.dtype is fp16; accepted is fp32 or bf16"),
+        ("pack: perhaps", "pack is perhaps; accepted is true or false"),
+        ("resume: perhaps", "resume is perhaps; accepted is true or false or auto"),
+        ("run_dir: 5", "run_dir is 5; accepted is text"),
+        ("data: x", "data is x; accepted is a list of texts"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_one_sentence(text: str, fault: str, tmp_path: Path) -> None:
+    whole = ROOT / "configs/tiny_tp2.yaml"
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match="accepted") as refused:
+        parse_config(["--config", str(whole), "--config", str(tmp_path / "run.yaml")])
+    assert str(refused.value) == f"{tmp_path / 'run.yaml'}: {fault}"
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -208,6 +256,7 @@ def test_a_run_shorter_than_its_warm_up_ends_in_it(tmp_path: Path) -> None:
         ("--model.num_layers 1000000000000", 2, "model.num_layers is 1000000000000; accepted is an integer <"),
         ("--data ''", 2, "data has ''; accepted are names of files and folders"),
         ("--run_dir ' '", 2, "run_dir has ' '; accepted are names of files and folders"),
+        ("--run_dir '~/run'", 2, "run_dir has '~/run'; accepted are names of files and folders, written out where"),
         ("--waiting.end_after_s 1", 2, "waiting.end_after_s is 1.0; accepted is at least waiting.say_after_s, 30.0"),
         ("--model.hidden_dropout 1", 2, "model.hidden_dropout is 1.0; accepted is a number in [0, 1)"),
         ("--training.seed 2147483648", 2, "training.seed is 2147483648; accepted is an integer < 2147483648"),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import sysconfig
 import tempfile
@@ -150,6 +151,10 @@ def test_the_limit_of_bytes_is_kept_exactly(folder: Path) -> None:
     for limit in range(1, len(whole) + 3):
         corpus = read_corpus([str(folder)], max_bytes=limit)
         assert corpus.tokens.tobytes() == whole[:limit]
+        # The file that has the first byte behind the limit, its separator being before it.
+        of_files = {"a.txt": 1, "b.txt": 4, "z.txt": 6, "sub/c.txt": 10}
+        cut = next((str(folder / name) for name, end in of_files.items() if limit < end), "")
+        assert corpus.cut == cut
 
 
 def test_every_file_begins_where_its_text_does(folder: Path) -> None:
@@ -257,6 +262,18 @@ def test_the_default_is_the_standard_library() -> None:
     assert corpus.tokens.tobytes()[: len(start)] == start
     assert len(corpus.tokens) == 2**20
     assert corpus.files > 10
+
+
+def test_a_run_says_where_its_data_is_cut_and_by_what(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from mcore_dsa.train.job import _tell_data, prepare
+
+    (folder / "long.txt").write_text("x" * 500)
+    _tell_data(prepare(tiny(folder / "run", f"--data {folder} --max_data_bytes 100"), 2))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"data is cut by max_data_bytes, 100, in {folder / 'long.txt'}: the rest is not read"]
+    fault = f"accepted is less than the 1 tokens of data, which max_data_bytes ends in {folder / 'b.txt'}"
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        prepare(tiny(folder / "run", f"--data {folder} --max_data_bytes 1"), 2)
 
 
 def test_a_run_says_what_it_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

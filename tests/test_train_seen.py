@@ -1,7 +1,10 @@
 """What a run shows and looks at: numbers, evaluation, recorded selections, traces; and that none of it moves a bit."""
 
+import contextlib
 import gzip
+import io
 import json
+import re
 import sys
 import types
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 from harness import run_ranks
+from records import random_record
 from torch import nn
 from train_runs import FLAG, losses, metrics, run, tiny, trainer_of, write_files
 
@@ -17,7 +21,8 @@ from mcore_dsa.ranges import Range
 from mcore_dsa.record import SelectionRecord
 from mcore_dsa.rows import PackWork
 from mcore_dsa.train.config import JobConfig
-from mcore_dsa.train.counts import model_flops
+from mcore_dsa.train.counts import RankCounts, model_flops
+from mcore_dsa.train.loop import StepReport
 
 WATCHED = "--evaluation.every 2 --evaluation.batches 2 --logging.selections_every 2"
 LAYOUTS = {
@@ -42,13 +47,16 @@ class FakeRun:
         self.log_file, self.id = log, asked["id"] or "fresh"
         self._say("init", {name: asked[name] for name in ("project", "name", "id", "resume")})
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        if step == 4:
-            raise ConnectionError("the network went")
-        self._say("log", {"step": step, **values})
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self._say("define_metric", [name, step_metric])
 
-    def finish(self) -> None:
-        self._say("finish", None)
+    def log(self, values: dict[str, float]) -> None:
+        if values["step"] == 4:
+            raise ConnectionError("the network went")
+        self._say("log", values)
+
+    def finish(self, exit_code: int) -> None:
+        self._say("finish", exit_code)
 
     def _say(self, what: str, asked: Any) -> None:
         with self.log_file.open("a") as file:
@@ -119,23 +127,93 @@ def assert_told(log: Path, lines: Sequence[dict[str, Any]]) -> None:
     told = [json.loads(line) for line in log.read_text().splitlines()]
     assert told[0] == ["init", {"project": "small", "name": "watched", "id": None, "resume": "allow"}]
     numbers = [{name: value for name, value in line.items() if name != "scored_pairs_of_ranks"} for line in lines[:3]]
-    assert told[1:] == [["log", line] for line in numbers]
+    # By its own step a run that goes back to an older checkpoint would be dropped.
+    assert told[1:] == [["define_metric", ["*", "step"]], *(["log", line] for line in numbers)]
 
 
 def test_a_resumed_run_goes_on_in_its_run_of_weights_and_biases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mcore_dsa.train.sinks import Sinks
+    from mcore_dsa.train.ending import Stopped
+    from mcore_dsa.train.report import RunLog
 
-    asked = []
     fake: Any = types.ModuleType("wandb")
-    fake.init = lambda **options: (
-        asked.append(options["id"]) or types.SimpleNamespace(id=options["id"] or "first", finish=lambda: None)
-    )
+    fake.init = lambda **options: FakeRun(tmp_path / "log", **options)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for done in (0, 2, 0):
-        Sinks(tiny(tmp_path, "--logging.wandb small"), done).close()
-    assert asked == [None, "first", None]
+    config = tiny(tmp_path, "--logging.wandb small")
+    ends = [(0, None), (2, Stopped("step 3")), (3, ValueError()), (0, KeyboardInterrupt())]
+    for done, error in ends:
+        with contextlib.suppress(BaseException), RunLog(config, done=done, title=""):
+            if error is not None:
+                raise error
+    told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [asked["id"] for what, asked in told if what == "init"] == [None, "fresh", "fresh", None]
+    assert [status for what, status in told if what == "finish"] == [0, 0, 1, 1]
+
+
+def test_without_a_terminal_progress_is_a_line_for_every_half_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mcore_dsa.train.report import RunLog
+
+    clock, shown = [0], io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    own = RankCounts(indexer_us=1, exchange_us=1, exchange_bytes=1, scored_pairs=1, verified_rows=0)
+    told: Any = {"learning_rate": 1.0, "gradient_norm": 1.0, "stop": False, "seconds": 1.0, "indexer_seconds": 0.1}
+    with RunLog(tiny(tmp_path, "--logging.progress true --training.steps 1000"), done=0, title="t", write=False) as log:
+        for step in range(1, 301):
+            clock[0] += 1
+            log(StepReport(step=step, loss=1.0, counts=(own,), flops=1, **told))
+    steps = [int(found) for found in re.findall(r"^t:.* (\d+)/1000 ", shown.getvalue(), re.MULTILINE)]
+    assert steps == [*range(0, 301, 30), 300]
+
+
+def test_selections_of_a_resumed_run_are_compared_with_those_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mcore_dsa.train import probes
+
+    kept = [random_record((12, 5), (12, 8), seed=seed) for seed in range(4)]
+    recorder = types.SimpleNamespace(finish=lambda: [kept[3]])
+    fake = types.SimpleNamespace(recording=lambda: contextlib.nullcontext(recorder))
+    monkeypatch.setattr(probes, "ModelSelections", lambda chunks: fake)
+    monkeypatch.setattr(probes.dist, "get_rank", lambda: 0)
+    (tmp_path / "selections").mkdir()
+    for step in (1, 2, 9):
+        kept[step % 3].save(tmp_path / f"selections/step_{step:08d}.safetensors")
+    probes.rewind_records(tmp_path, 3)
+    assert [file.name for file in probes.records_in(tmp_path / "selections")] == [
+        "step_00000001.safetensors",
+        "step_00000002.safetensors",
+    ]
+    trainer: Any = types.SimpleNamespace(step=3, chunks=[], evaluate=lambda samples, count: 0.0)
+    samples: Any = None
+    layers = kept[2].agreement(kept[3])
+    found = probes.Probes(tiny(tmp_path), trainer, samples, None)._record(9)
+    assert found == sum(layer.share for layer in layers) / len(layers)
+    assert probes.records_in(tmp_path / "selections")[-1].name == "step_00000009.safetensors"
+    # One that is damaged, or of other documents, costs the comparison and nothing else.
+    (tmp_path / "selections/step_00000009.safetensors").write_bytes(b"cut")
+    assert probes.Probes(tiny(tmp_path), trainer, samples, None)._record(10) is None
+    assert "are compared with none: " in caplog.text
+
+
+def test_a_trace_that_cannot_be_kept_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mcore_dsa.train import probes
+
+    def export(path: str) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(probes.dist, "get_rank", lambda: 1)
+    nothing: Any = types.SimpleNamespace(step=0)
+    for run_dir, fault in ((tmp_path, "no room"), (tmp_path / "missing", "No such file")):
+        probe = probes.Probes(tiny(run_dir, "--profile"), nothing, nothing, None)
+        probe._profile = types.SimpleNamespace(export_chrome_trace=export)
+        probe._write_trace()
+        assert fault in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def assert_read(names: list[str], sets: list[list[list[int]]], dtype: type, toke
     # A token that the limit cuts is left out.
     part = read_corpus(names, max_bytes=tokens * size + size - 1)
     assert part.tokens.tolist() == corpus.tokens.tolist()[:tokens]
+    ends = accumulate(sum(map(len, documents)) for documents in sets)
+    assert part.cut == next((name for name, end in zip(names, ends, strict=True) if tokens < end), "")
 
 
 # Megatron's reader ends with an error of its own where it could not begin.

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from mcore_dsa import __version__
 from mcore_dsa.backends import Target, choose
 from mcore_dsa.cli.outcome import Outcome, table
-from mcore_dsa.settings import read_settings
+from mcore_dsa.settings import read_settings, unknown_variables
 
 type Report = dict[str, Any]
 
@@ -61,6 +61,7 @@ def doctor() -> Outcome:
             }
             for setting in settings
         ],
+        "unknown_variables": unknown_variables(),
         "libraries": libraries,
         "missing": _missing(libraries),
         "faults": [*faults, *settings.faults, *fault],
@@ -179,6 +180,8 @@ def _text(report: Report) -> str:
         table(("setting", "value", "why"), settings, text_columns=3),
         table(("library", "installed", "accepted", "fits", "extra"), libraries, text_columns=5),
     ]
+    if unknown := report["unknown_variables"]:
+        blocks.append(f"set, and no settings: {', '.join(unknown)}")
     if missing:
         blocks.append(table(("missing for", "library", "brought by"), missing, text_columns=3))
     blocks.append("\n".join(f"fault: {fault}" for fault in report["faults"]) or "no faults")

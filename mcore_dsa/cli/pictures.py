@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from matplotlib.axes import Axes
@@ -24,22 +25,37 @@ PANELS = 4
 type Series = Sequence[tuple[int, float]]
 
 
-def lines(series: Mapping[str, Series], *, unit: str, percent: bool = False, from_zero: bool = False) -> bytes:
-    """Numbers over the steps; a series of few points has marks."""
+def lines(
+    series: Mapping[str, Series],
+    *,
+    unit: str,
+    scale: Literal["plain", "prefix", "percent"] = "plain",
+    from_zero: bool = False,
+    resumed: Sequence[int] = (),
+) -> bytes:
+    """Numbers over the steps; a series of few points has marks, and a line stands before each step of `resumed`."""
     figure, axes = _figure()
     for colour, (name, points) in zip(COLOURS, series.items(), strict=False):
         steps, values = zip(*points, strict=True)
-        axes.plot(
-            steps, values, color=colour, linewidth=1.6, label=name, marker="o" if len(points) <= 40 else None, ms=3
-        )
+        # One series has its name in the title; matplotlib leaves a label with "_" out of the legend.
+        label, marker = name if len(series) > 1 else "_", "o" if len(points) <= 40 else None
+        axes.plot(steps, values, color=colour, linewidth=1.6, label=label, marker=marker, ms=3)
+    for number, step in enumerate(resumed):
+        axes.axvline(step - 0.5, color=PALE, linewidth=1, linestyle=(0, (2, 3)), label=None if number else "resumed")
     if from_zero:
         axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0) if percent else EngFormatter())
+    if scale != "plain":
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0) if scale == "percent" else EngFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel=unit)
-    if len(series) > 1:
+    if len(series) > 1 or resumed:
         axes.legend(frameon=False, fontsize=9)
     return _png(figure)
+
+
+def with_prefix(value: float) -> str:
+    """A number as the axes of a picture have it: 12.3 G."""
+    return EngFormatter(places=1).format_eng(value)
 
 
 def bars(values: Sequence[float], *, unit: str) -> bytes:

@@ -7,6 +7,7 @@ was another one or a write on one rank only, trains on beside the others, and a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def check_replicas(chunks: Sequence[nn.Module], pg_collection: ProcessGroupColle
     if experts:
         problems += _differing(experts, groups.expt_dp)
     device = named[0][1].device if named else torch.device("cpu")
-    (any_differs,) = greatest([bool(problems)], [dist.group.WORLD], device)
+    (any_differs,) = greatest([bool(problems)], [cast(dist.ProcessGroup, dist.group.WORLD)], device)
     if any_differs:
         of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, problems)

@@ -27,6 +27,7 @@ from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.digesting import DigestingSave
 from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import Trainer
+from mcore_dsa.train.ran import differences, what_runs
 from mcore_dsa.train.stored import JOB, Checkpoint, folder_of, prune, publish, seal
 from mcore_dsa.train.together import of_every_rank, told_to_every_rank
 
@@ -36,9 +37,16 @@ _logger = logging.getLogger(__name__)
 _SHARDING = "fully_reshardable"
 
 
+# Fields that change no sample of a step: a run may go on under others, its sums and dropout then being others.
+_FREE = ("training.micro_batch_size", "training.recompute")
+
+
 def run_fields(config: JobConfig, corpus_digest: str) -> dict[str, Any]:
     """The fields on which weights, losses and the order of the data depend."""
     fields = {f"model.{name}": value for name, value in asdict(config.model).items()}
+    if config.model.hybrid_layer_pattern is not None:
+        # Where the pipeline cuts it is layout.
+        fields["model.hybrid_layer_pattern"] = config.model.hybrid_layer_pattern.replace("|", "")
     fields |= {f"training.{name}": value for name, value in asdict(config.training).items() if name != "steps"}
     # Null follows training.steps, and a longer run would have another schedule.
     fields |= {"training.decay_steps": config.training.lr_decay_steps, "digest of data": corpus_digest}
@@ -53,8 +61,9 @@ def resume_faults(
     run = run_fields(config, corpus_digest)
     faults = [
         f"{name} is {run.get(name)!r}; accepted to resume {checkpoint.folder} is {checkpoint.run.get(name)!r}"
+        + (": null is training.steps" if name == "training.decay_steps" and config.training.decay_steps is None else "")
         for name in sorted(run.keys() | checkpoint.run.keys())
-        if run.get(name) != checkpoint.run.get(name)
+        if run.get(name) != checkpoint.run.get(name) and name not in _FREE
     ]
     expert = checkpoint.layout.get("expert")
     if config.parallel.expert != expert:
@@ -68,6 +77,13 @@ def resume_faults(
             f"{checkpoint.step}, the steps it has done"
         )
     return faults
+
+
+def resume_changes(checkpoint: Checkpoint, config: JobConfig) -> str:
+    """What a run that continues from `checkpoint` may have otherwise, and has, for the log; empty where nothing."""
+    run = run_fields(config, "")
+    now, before = ({name: fields[name] for name in _FREE} for fields in (run, checkpoint.run))
+    return differences({**now, **what_runs(config)}, {**before, **checkpoint.ran})
 
 
 def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spare: Path | None = None) -> None:
@@ -106,7 +122,12 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
             shutil.rmtree(folder, ignore_errors=True)
         raise
     digests = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in of_every_rank(writer.digests)))
-    job = {"step": trainer.step, "run": run_fields(trainer.config, corpus_digest), "layout": _layout(trainer.config)}
+    job = {
+        "step": trainer.step,
+        "run": run_fields(trainer.config, corpus_digest),
+        "layout": _layout(trainer.config),
+        "ran": what_runs(trainer.config),
+    }
     with told_to_every_rank(f"the checkpoint in {folder} cannot be published"):
         if dist.get_rank() == 0:
             seal(folder, job, digests)

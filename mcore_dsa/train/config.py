@@ -7,11 +7,15 @@ repeated without this source; a missing field is an error that names it, and rea
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse import ArgumentParser
 
 # To mypy these are Any. An alias of int behind TYPE_CHECKING would not do: jsonargparse would find it
 # and check by it.
@@ -266,9 +270,10 @@ class JobConfig:
 
 
 def build_parser() -> ArgumentParser:
-    """The command line: `--config FILE` and an option for every field."""
+    """The command line: `--config FILE` and an option for every field; see `_spelled` for how it may be written."""
     parser = ArgumentParser(
         exit_on_error=False,
+        allow_abbrev=False,
         parser_mode=PLAIN_YAML,
         prog="python -m mcore_dsa.train",
         usage="torchrun ... -m mcore_dsa.train --config FILE [--FIELD VALUE ...]",
@@ -276,75 +281,13 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("--config", action=ConfigFile, help="YAML file that states the run; later options override it.")
     parser.add_argument("--debug", action="store_true", help="Show where a refusal was raised.")
-    parser.add_argument("--run_dir", type=str, required=True, help="Folder of everything that the run writes.")
-    parser.add_argument(
-        "--data",
-        type=str,
-        nargs="*",
-        required=True,
-        help="Files or folders to train on, or prefixes of Megatron's indexed data sets; empty for the sources of "
-        "Python's standard library.",
-    )
-    parser.add_argument("--max_data_bytes", type=PositiveInt, required=True, help="Bytes of them to read at most.")
-    parser.add_argument(
-        "--tokenizer",
-        type=str | None,
-        default=None,
-        help="A Hugging Face tokenizer.json whose ids are the tokens of text, null for its bytes.",
-    )
-    parser.add_argument(
-        "--document_multiple",
-        type=PositiveInt,
-        required=True,
-        help="Tokens that each file in a pack is padded to a multiple of; 2 * parallel.context divides it.",
-    )
-    _add_resuming(parser)
-    parser.add_argument(
-        "--load_hf",
-        "--load-hf",
-        type=str | None,
-        default=None,
-        help="Folder of a Hugging Face checkpoint to take the attention's weights from, null for none.",
-    )
-    for switch, text in _SWITCHES.items():
-        parser.add_argument(switch, action=ActionYesNo(no_prefix="no-"), required=True, help=text)
-    for name, group in _GROUPS.items():
-        parser.add_class_arguments(group, name)
+    parser.add_class_arguments(JobConfig)
+    # There is no public way to the options of a class.
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        if bool in (hint, *get_args(hint)):
+            action.nargs, action.const = "?", True
     return parser
-
-
-_SWITCHES = {
-    "--pack": "Train on packs of whole files that do not attend to each other, and not on windows of one text.",
-    "--compare-unsharded": "Run the same steps again with the indexer unsharded and compare every loss.",
-    "--profile": "Write a trace of the second step that this process does, of each rank, to <run_dir>/profile.",
-}
-_GROUPS = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "training": TrainingConfig,
-    "evaluation": EvaluationConfig,
-    "checkpoint": CheckpointConfig,
-    "waiting": WaitingConfig,
-    "logging": LoggingConfig,
-}
-
-
-def _add_resuming(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume",
-        type=bool | Literal["auto"],
-        nargs="?",
-        const=True,
-        required=True,
-        help="Continue from the latest checkpoint in run_dir; auto starts a run where there is none to continue from.",
-    )
-    parser.add_argument(
-        "--resume_from",
-        "--resume-from",
-        type=PositiveInt | None,
-        default=None,
-        help="Step whose checkpoint in run_dir to continue from in place of the latest, null for none.",
-    )
 
 
 def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
@@ -357,11 +300,62 @@ def parse_config(arguments: Sequence[str] | None = None) -> JobConfig:
     """
     parser = build_parser()
     try:
-        values = parser.instantiate(parser.parse_args(arguments))
+        values = parser.instantiate(parser.parse_args(_spelled(sys.argv[1:] if arguments is None else arguments)))
     except (argparse.ArgumentError, ValueError, TypeError, RuntimeError) as error:
         # What jsonargparse makes of a mapping in place of a list names nothing.
         what = "the configuration cannot be read: " if isinstance(error, RuntimeError) else ""
         # A value may be as long as its file.
-        raise ValueError(what + " ".join(str(error).split())[:500]) from error
+        raise ValueError(what + _said(" ".join(str(error).split()))[:500]) from error
     del values["config"], values["debug"]
     return JobConfig(**dict(values.items(branches=False)))
+
+
+def _spelled(arguments: Sequence[str]) -> list[str]:
+    """A command line as the parser reads it: underscores in names, and the words behind `--data` as one list."""
+    spelled: list[str] = []
+    paths: list[str] | None = None
+    for word in arguments:
+        if not word.startswith("--"):
+            if paths is None:
+                spelled.append(word)
+            else:
+                paths.append(word)
+                spelled[-1] = json.dumps(paths)
+            continue
+        name, equals, value = word.partition("=")
+        name = "--" + name[2:].replace("-", "_")
+        paths = None
+        if name == "--data":
+            paths = [value] if equals else []
+            spelled += [name, json.dumps(paths)]
+        else:
+            spelled.append(name + equals + value)
+    return spelled
+
+
+_KINDS = {
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list of texts",
+    type(None): "null",
+    PositiveInt: "an integer >= 1",
+    NonNegativeInt: "an integer >= 0",
+    PositiveFloat: "a number > 0",
+    NonNegativeFloat: "a number >= 0",
+}
+
+
+def _said(message: str) -> str:
+    """What the parser says of a field's value, in one sentence with what is accepted; anything else as it is."""
+    shown = r"(?:[Vv]alue: |base 10: |to float: |Int: |Float: )(?P<value>.+?)(?: does not conform .*)?"
+    match = re.fullmatch(rf'(?P<where>.*?)Parser key "(?P<name>[\w.]+)": .*{shown}', message)
+    if match is None:
+        return message
+    hint: Any = JobConfig
+    for part in match["name"].split("."):
+        hint = get_type_hints(hint)[part]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    accepted = [_KINDS.get(kind) or " or ".join(map(str, get_args(kind))) for kind in kinds]
+    name, value = match["name"], match["value"]
+    said = f"{name} is {value}; accepted is {' or '.join(accepted)}"
+    return match["where"] + said

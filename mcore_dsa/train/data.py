@@ -31,12 +31,14 @@ class Corpus:
         starts: int64, where each file's tokens begin; the zero byte behind a file is its last token.
         digest: of both; equal on two ranks, or before and after a resume, if and only if the text in its files is.
         left_out: what was met and is no regular file, or could not be read, each with the reason.
+        cut: the file or data set in which the limit ends, what follows it not being read; empty where all is read.
     """
 
     tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.int64]
     digest: str
     left_out: tuple[str, ...] = ()
+    cut: str = ""
 
     @property
     def files(self) -> int:
@@ -48,7 +50,8 @@ def read_corpus(paths: Sequence[str], *, max_bytes: int, tokenizer: str | None =
     """Read files and folders, or Megatron's indexed data sets by their prefixes, at most `max_bytes` bytes.
 
     Text is byte tokens, separators counted; or with a Hugging Face `tokenizer.json` its ids, of each file by itself,
-    with the special tokens that the tokenizer itself adds to a text.
+    with the special tokens that the tokenizer itself adds to a text. Between the documents of a tokenizer or a data set
+    nothing is put.
 
     Files come in the order of `paths`; a folder's own files sorted by name before its subfolders sorted by name,
     without hidden files and folders and `site-packages`. With no paths at all it is every `*.py` of the running
@@ -58,6 +61,7 @@ def read_corpus(paths: Sequence[str], *, max_bytes: int, tokenizer: str | None =
     given for indexed data sets, which hold ids already, and for indexed data sets among text.
     """
     left_out: list[str] = []
+    cut: list[str] = []
     prefixes = [prefix_of(path) for path in paths]
     if any(prefixes):
         if tokenizer is not None or not all(prefixes):
@@ -65,21 +69,32 @@ def read_corpus(paths: Sequence[str], *, max_bytes: int, tokenizer: str | None =
                 f"data is {list(paths)} and tokenizer {tokenizer!r}; accepted with an indexed data set are such sets "
                 "alone, and null"
             )
-        return _corpus(*_joined(indexed_documents(list(filter(None, prefixes)), max_bytes=max_bytes)), left_out, paths)
-    if tokenizer is not None:
+        tokens, starts = _joined(indexed_documents(list(filter(None, prefixes)), max_bytes=max_bytes, cut=cut))
+    elif tokenizer is not None:
         encode = _encoder(tokenizer)
-        return _corpus(*_joined(map(encode, _texts(paths, max_bytes, left_out))), left_out, paths)
-    text = bytearray()
-    starts = []
-    for content in _texts(paths, max_bytes, left_out, between=len(_SEPARATOR)):
-        text += _SEPARATOR if text else b""
-        starts.append(len(text))
-        text += content
-    del text[max_bytes:]
-    return _corpus(np.frombuffer(bytes(text), dtype=np.uint8), starts, left_out, paths)
+        tokens, starts = _joined(map(encode, _texts(paths, max_bytes, left_out, cut)))
+    else:
+        text = bytearray()
+        starts = []
+        for content in _texts(paths, max_bytes, left_out, cut, between=len(_SEPARATOR)):
+            text += _SEPARATOR if text else b""
+            starts.append(len(text))
+            text += content
+        tokens = np.frombuffer(bytes(text), dtype=np.uint8)
+    if not len(tokens):
+        found = f", where these were left out: {', '.join(left_out)}" if left_out else ""
+        raise ValueError(f"data is {list(paths)}{found}; accepted are files, or folders of files, that hold text")
+    begins = np.array(starts, dtype=np.int64)
+    digest = hashlib.sha256(tokens)
+    digest.update(begins)
+    return Corpus(
+        tokens=tokens, starts=begins, digest=digest.hexdigest(), left_out=tuple(left_out), cut="".join(cut[:1])
+    )
 
 
-def _texts(paths: Sequence[str], max_bytes: int, left_out: list[str], *, between: int = 0) -> Iterator[bytes]:
+def _texts(
+    paths: Sequence[str], max_bytes: int, left_out: list[str], cut: list[str], *, between: int = 0
+) -> Iterator[bytes]:
     """The files' contents, until they and `between` bytes between two of them reach the limit."""
     if paths:
         files: Iterator[Path] = chain.from_iterable(_files_of(_existing(path), left_out) for path in paths)
@@ -87,12 +102,20 @@ def _texts(paths: Sequence[str], max_bytes: int, left_out: list[str], *, between
         files = _standard_library(left_out)
     read = 0
     for file in files:
-        if read >= max_bytes:
-            return
-        content = _content(file, max_bytes - read, left_out)
-        if content is not None:
+        ahead = between if read else 0
+        room = max_bytes - read - ahead
+        # One byte more says whether there is more.
+        content = _content(file, max(room, 0) + 1, left_out)
+        if content is None:
+            continue
+        if len(content) <= room:
             yield content
-            read += len(content) + (between if read else 0)
+            read += ahead + len(content)
+            continue
+        cut.append(str(file))
+        if room + ahead > 0:
+            yield content[:room]
+        return
 
 
 def _joined(documents: Iterable[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.int32], list[int]]:
@@ -100,18 +123,6 @@ def _joined(documents: Iterable[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.
     parts = list(documents)
     starts = list(accumulate(map(len, parts), initial=0))[:-1]
     return np.concatenate([np.empty(0, dtype=np.int32), *parts]), starts
-
-
-def _corpus(
-    tokens: npt.NDArray[np.integer], starts: Sequence[int], left_out: list[str], paths: Sequence[str]
-) -> Corpus:
-    if not len(tokens):
-        found = f", where these were left out: {', '.join(left_out)}" if left_out else ""
-        raise ValueError(f"data is {list(paths)}{found}; accepted are files, or folders of files, that hold text")
-    begins = np.array(starts, dtype=np.int64)
-    digest = hashlib.sha256(tokens)
-    digest.update(begins)
-    return Corpus(tokens=tokens, starts=begins, digest=digest.hexdigest(), left_out=tuple(left_out))
 
 
 def _encoder(path: str) -> Callable[[bytes], npt.NDArray[np.int32]]:

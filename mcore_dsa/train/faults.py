@@ -52,7 +52,7 @@ _BOUNDS = {"training.steps": 10**8, "max_data_bytes": 2**63}
 
 
 def _path_faults(config: JobConfig) -> list[str]:
-    """Paths that mean the folder that the run was started in, or none."""
+    """Paths that mean the folder that the run was started in, or a new one by the name of ~, or none."""
     paths = [
         ("run_dir", config.run_dir),
         ("load_hf", config.load_hf),
@@ -61,9 +61,9 @@ def _path_faults(config: JobConfig) -> list[str]:
         *(("data", path) for path in config.data),
     ]
     return [
-        f"{name} has {path!r}; accepted are names of files and folders"
+        f"{name} has {path!r}; accepted are names of files and folders, written out where a shell knows them as ~"
         for name, path in paths
-        if path is not None and (not path.strip() or "\0" in path)
+        if path is not None and (not path.strip() or "\0" in path or path.startswith("~"))
     ]
 
 

@@ -17,8 +17,10 @@ def prefix_of(path: str) -> str | None:
     return prefix if is_pair and (path != prefix or not os.path.lexists(path)) else None
 
 
-def indexed_documents(prefixes: Sequence[str], *, max_bytes: int) -> Iterator[npt.NDArray[np.int32]]:
+def indexed_documents(prefixes: Sequence[str], *, max_bytes: int, cut: list[str]) -> Iterator[npt.NDArray[np.int32]]:
     """The documents of indexed data sets, one data set after the other, at most `max_bytes` bytes as they are stored.
+
+    Where there are more, the prefix of the set in which they end is put into `cut`.
 
     Raises: ValueError for a pair of files that Megatron cannot read.
     """
@@ -30,13 +32,16 @@ def indexed_documents(prefixes: Sequence[str], *, max_bytes: int) -> Iterator[np
         try:
             dataset = IndexedDataset(prefix)
             for first, stop in pairwise(dataset.document_indices):
-                if left <= 0:
-                    return
                 parts = [dataset[int(sequence)] for sequence in range(first, stop)]
                 tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
                 count = left // tokens.itemsize
+                if count < len(tokens):
+                    cut.append(prefix)
+                    if count:
+                        yield tokens[:count].astype(np.int32)
+                    return
                 left -= tokens.nbytes
-                yield tokens[:count].astype(np.int32)
+                yield tokens.astype(np.int32)
         except Exception as error:
             # Megatron's reader asserts, and unpacks what there is, in its index as in its data.
             raise ValueError(

@@ -21,10 +21,10 @@ from megatron.core import parallel_state
 
 from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
-from mcore_dsa.settings import PARTITION_VARIABLE, read_settings
+from mcore_dsa.settings import PARTITION_VARIABLE, read_settings, unknown_variables
 from mcore_dsa.train.attendance import Attendance
 from mcore_dsa.train.board import VARIABLES
-from mcore_dsa.train.checkpointing import load_checkpoint, resume_faults, save_checkpoint
+from mcore_dsa.train.checkpointing import load_checkpoint, resume_changes, resume_faults, save_checkpoint
 from mcore_dsa.train.comparison import Comparison, losses_of, partition_off, store, stored
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
@@ -34,7 +34,8 @@ from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import StepReport, Trainer
 from mcore_dsa.train.model import transformer_config
 from mcore_dsa.train.pretrained import find_pretrained
-from mcore_dsa.train.probes import Probes
+from mcore_dsa.train.probes import Probes, rewind_records
+from mcore_dsa.train.ran import note_start
 from mcore_dsa.train.report import RunLog, Summary
 from mcore_dsa.train.run_dir import METRICS, RunDir, owned, refuse_something_else
 from mcore_dsa.train.samples import Packs, Windows, samples_of
@@ -52,7 +53,7 @@ class Job:
         config: the run.
         corpus: its text.
         samples: what it reads of it.
-        evaluation: what it is evaluated on, and the digest of that, both None for nothing.
+        evaluation, evaluated: what it is evaluated on, and the text of that, both None for nothing.
         pretrained: the Hugging Face checkpoint whose weights a fresh run starts from, None for random ones.
     """
 
@@ -60,7 +61,7 @@ class Job:
     corpus: Corpus
     samples: Windows | Packs
     evaluation: Windows | Packs | None
-    evaluation_digest: str | None
+    evaluated: Corpus | None
     pretrained: CheckpointBinding | None
 
     @property
@@ -98,7 +99,7 @@ def prepare(config: JobConfig, world_size: int) -> Job:
         corpus=corpus,
         samples=samples,
         evaluation=evaluation,
-        evaluation_digest=None if evaluated is None else evaluated.digest,
+        evaluated=evaluated,
         pretrained=pretrained,
     )
 
@@ -147,7 +148,8 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
         distributed_timeout_minutes=math.ceil(_timeout(job.config) / timedelta(minutes=1)),
     )
     try:
-        digests = {"digest of data": job.corpus.digest, "digest of evaluation.data": job.evaluation_digest}
+        evaluated = None if job.evaluated is None else job.evaluated.digest
+        digests = {"digest of data": job.corpus.digest, "digest of evaluation.data": evaluated}
         refuse_differences({**asdict(job.config), **digests})
         with owned(job.run_dir) as run_dir:
             start = _start_of(job)
@@ -192,6 +194,8 @@ def run(config: JobConfig, attendance: Attendance) -> Status:
         applied.megatron_version,
         len(applied.replaced),
     )
+    if os.environ.get("RANK", "0") == "0" and (unknown := unknown_variables()):
+        _logger.warning("%s: set, and no settings; mcore-dsa doctor lists those", ", ".join(unknown))
     if not all(name in os.environ for name in VARIABLES):
         raise ValueError(
             "the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ..., or one that "
@@ -233,6 +237,8 @@ def _start_of(job: Job) -> Checkpoint | None:
         faults = resume_faults(start, config, job.corpus.digest, finished=done)
         if faults:
             raise ValueError("\n".join(faults))
+        if dist.get_rank() == 0 and not done and (changes := resume_changes(start, config)):
+            _logger.warning("the run continues from %s, where now %s", start.folder, changes)
     return start
 
 
@@ -296,10 +302,12 @@ def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
         if dist.get_rank() == 0:
             if start is not None:
                 rewind(start)
+                rewind_records(run_dir.path, start.step)
             (run_dir.path / METRICS).touch()
             # Through JSON, which makes plain numbers of jsonargparse's subclasses of int and float.
             fields = json.loads(json.dumps(asdict(job.config)))
             (run_dir.path / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+            note_start(job.config, run_dir.path, 0 if start is None else start.step)
             _tell_data(job)
 
 
@@ -310,9 +318,13 @@ def _tell_data(job: Job) -> None:
         job.corpus.files,
         len(job.samples),
     )
-    if left_out := job.corpus.left_out:
-        some = ", ".join(left_out[:8])
-        _logger.warning("%d entries of data were left out, among them %s", len(left_out), some)
+    for field, corpus in (("data", job.corpus), ("evaluation.data", job.evaluated)):
+        if corpus is not None and corpus.cut:
+            limit = job.config.max_data_bytes
+            _logger.warning("%s is cut by max_data_bytes, %d, in %s: the rest is not read", field, limit, corpus.cut)
+        if corpus is not None and corpus.left_out:
+            some = ", ".join(corpus.left_out[:8])
+            _logger.warning("%d entries of %s were left out, among them %s", len(corpus.left_out), field, some)
 
 
 def _compare(

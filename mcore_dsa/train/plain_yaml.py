@@ -25,11 +25,11 @@ class ConfigFile(ActionConfigFile):
 
         Raises: TypeError, with which jsonargparse refuses an option.
         """
-        if os.path.lexists(values):
-            _check(values)
         try:
+            if os.path.lexists(values):
+                _check(values)
             self.apply_config(parser, cfg, self.dest, values)
-        except (argparse.ArgumentError, TypeError) as error:
+        except (argparse.ArgumentError, TypeError, yaml.YAMLError) as error:
             raise TypeError(f"{values}: {error}") from error
 
 
@@ -42,7 +42,7 @@ def _check(path: str) -> None:
         if info.st_size > _CHARACTERS:
             raise TypeError(f"config is {path!r} of {info.st_size} bytes; accepted are at most {_CHARACTERS}")
         with open(path, "rb") as file:
-            file.read(_CHARACTERS).decode()
+            fields = _load(file.read(_CHARACTERS).decode())
     except OSError as error:
         raise TypeError(f"config is {path!r}; accepted is a file that can be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -50,6 +50,9 @@ def _check(path: str) -> None:
         raise TypeError(
             f"config is {path!r}; accepted is a file in UTF-8, which byte {byte:#04x} at {error.start} is not"
         ) from error
+    if not isinstance(fields, dict):
+        found = "nothing" if fields is None else f"a {type(fields).__name__}"
+        raise TypeError(f"config is {found}; accepted are fields and their values")
 
 
 def _load(text: str) -> Any:
@@ -62,10 +65,23 @@ def _load(text: str) -> Any:
                 "every value"
             )
     try:
+        _refuse_repeated(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), "", set())
         return get_loader("yaml")(text)
     except (ValueError, RecursionError) as error:
         # Of a number with more digits than Python reads, and of lists in lists.
         raise yaml.YAMLError(str(error)) from error
+
+
+def _refuse_repeated(node: yaml.Node | None, name: str, seen: set[str]) -> None:
+    """YAML's reader takes the last of two values of a field, `a.b: 1` and `a: {b: 1}` too, without a word."""
+    children = node.value if isinstance(node, yaml.MappingNode) else []
+    for key, value in children:
+        field = f"{name}{key.value}"
+        if field in seen:
+            line = key.start_mark.line + 1
+            raise yaml.YAMLError(f"line {line} has the field {field} once more; accepted is one value of each")
+        seen.add(field)
+        _refuse_repeated(value, f"{field}.", seen)
 
 
 set_loader(PLAIN_YAML, _load, (yaml.YAMLError,))

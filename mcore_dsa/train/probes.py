@@ -13,6 +13,7 @@ from mcore_dsa.megatron import ModelSelections
 from mcore_dsa.record import SelectionRecord
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.loop import StepReport, Trainer
+from mcore_dsa.train.run_dir import set_aside
 from mcore_dsa.train.samples import Packs, Windows
 
 SELECTIONS = "selections"
@@ -68,27 +69,58 @@ class Probes:
         with self._selections.recording() as recorder:
             self._trainer.evaluate(self._samples, count)
         record, *_ = recorder.finish()
-        before, self._last = self._last, record
+        file = Path(self._config.run_dir) / SELECTIONS / f"step_{step:08d}.safetensors"
+        agreement = self._agreement(record, file)
+        self._last = record
         if dist.get_rank() == 0:
-            folder = Path(self._config.run_dir) / SELECTIONS
             try:
-                folder.mkdir(exist_ok=True)
-                record.save(folder / f"step_{step:08d}.safetensors")
+                file.parent.mkdir(exist_ok=True)
+                record.save(file)
             except OSError as error:
                 _logger.warning("the selections of step %d are not kept: %s", step, error)
-        if before is None:
+        return agreement
+
+    def _agreement(self, record: SelectionRecord, file: Path) -> float | None:
+        """With the record before; of a run that was resumed, with the newest that it left."""
+        try:
+            if self._last is None:
+                older = [name for name in records_in(file.parent) if name < file]
+                self._last = SelectionRecord.load(older[-1]) if older else None
+            layers = [] if self._last is None else self._last.agreement(record)
+        except (OSError, ValueError) as error:
+            if dist.get_rank() == 0:
+                _logger.warning("the selections in %s are compared with none: %s", file.name, error)
             return None
-        layers = before.agreement(record)
-        return sum(layer.share for layer in layers) / len(layers)
+        return sum(layer.share for layer in layers) / len(layers) if layers else None
 
     def _write_trace(self) -> None:
         if self._profile is None:
             return
         trace = Path(self._config.run_dir) / "profile" / f"rank_{dist.get_rank()}.json.gz"
-        trace.parent.mkdir(exist_ok=True)
-        self._profile.export_chrome_trace(str(trace))
+        try:
+            trace.parent.mkdir(exist_ok=True)
+            self._profile.export_chrome_trace(str(trace))
+        # As of a sink: a training does not end because what watches it does.
+        except Exception as error:
+            _logger.warning("a trace of one step is not kept in %s: %s", trace, str(error) or type(error).__name__)
+        else:
+            _logger.info("a trace of one step is in %s", trace)
         self._profile = None
-        _logger.info("a trace of one step is in %s", trace)
+
+
+def records_in(folder: Path) -> list[Path]:
+    """The selections that a run has kept, the oldest first."""
+    return sorted(folder.glob("step_*.safetensors"))
+
+
+def rewind_records(run_dir: Path, step: int) -> None:
+    """Set aside what was recorded after `step`, from which the run goes on.
+
+    Raises: OSError where it cannot be moved.
+    """
+    for file in records_in(run_dir / SELECTIONS):
+        if file.stem > f"step_{step:08d}":
+            _logger.warning("the run continues from step %d: newer selections are now in %s", step, set_aside(file))
 
 
 def _profiler() -> torch.profiler.profile:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from mcore_dsa.files import replace_text
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.counts import busiest_over_mean, peak_flops
+from mcore_dsa.train.ending import Stopped
 from mcore_dsa.train.loop import StepReport
 from mcore_dsa.train.run_dir import METRICS, set_aside
 from mcore_dsa.train.sinks import Sinks
@@ -84,6 +85,8 @@ class RunLog:
             # A file gets a line now and then.
             file=None if sys.stderr.isatty() else _Lines(sys.stderr),
             mininterval=0.5 if sys.stderr.isatty() else _LINE_EVERY_S,
+            # With more, a thread of tqdm's draws every ten seconds where steps are slow.
+            miniters=1,
         )
         self._metrics = None
         self._sinks: Sinks | None = None
@@ -141,7 +144,7 @@ class RunLog:
         if self._metrics is not None:
             self._metrics.close()
         if self._sinks is not None:
-            self._sinks.close()
+            self._sinks.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
 class _Lines:

@@ -183,8 +183,10 @@ def _ceil(size: int, multiple: int) -> int:
 
 
 def _too_short(corpus: Corpus, sequence_length: int) -> ValueError:
+    ends = f", which max_data_bytes ends in {corpus.cut}" if corpus.cut else ""
     return ValueError(
         f"training.sequence_length is {sequence_length}; accepted is less than the {len(corpus.tokens)} tokens of data"
+        + ends
     )
 
 

@@ -24,7 +24,7 @@ class Sink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool) -> None: ...
 
 
 class TensorBoard:
@@ -39,7 +39,7 @@ class TensorBoard:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._board.close()
 
 
@@ -60,13 +60,15 @@ class WeightsAndBiases:
             id=known,
             resume="allow",
         )
+        # It drops what comes under a step of its own that it has passed, and a run may go back to an older checkpoint.
+        self._run.define_metric("*", step_metric="step")
         remembered.write_text(self._run.id, encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({"step": step, **values})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class Sinks:
@@ -87,11 +89,11 @@ class Sinks:
             with self._survived(name):
                 sink.write(step, values)
 
-    def close(self) -> None:
-        """Let every sink finish."""
+    def close(self, *, failed: bool) -> None:
+        """Let every sink finish, told whether an error ended the run."""
         for name, sink in list(self._open.items()):
             with self._survived(name):
-                sink.close()
+                sink.close(failed=failed)
 
     @contextmanager
     def _survived(self, name: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,12 +41,14 @@ class Checkpoint:
         step: steps done.
         run: what a run has to share with the one that wrote it, by field; see `checkpointing.run_fields`.
         layout: ranks, and how the model was spread over them.
+        ran: what wrote it, see `ran.what_runs`; empty where that was not kept.
     """
 
     folder: Path
     step: int
     run: dict[str, Any]
     layout: dict[str, Any]
+    ran: dict[str, Any] = field(default_factory=dict)
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -252,4 +254,5 @@ def _described(folder: Path) -> Checkpoint:
     for name, kind in kinds.items():
         if not isinstance(said[name], kind):
             raise ValueError(f"{path} has {name} {shown(said[name])}; accepted is an object of type {kind.__name__}")
-    return Checkpoint(folder=folder, **said)
+    ran = job.get("ran")
+    return Checkpoint(folder=folder, **said, ran=ran if isinstance(ran, dict) else {})
