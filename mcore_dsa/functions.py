@@ -53,7 +53,9 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
     check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
     check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
     check_device(layout.device, key_TBD=key_TBD, gate_TBD=gate_TBD, ape_JD=ape_JD)
-    return resolve("auto", Target.of(layout.device, key_TBD.dtype)).compress(key_TBD, gate_TBD, ape_JD, layout)
+    return resolve("auto", Target.of(layout.device, key_TBD.dtype, pool_size=layout.pool_size)).compress(
+        key_TBD, gate_TBD, ape_JD, layout
+    )
 
 
 @uncompiled
@@ -165,7 +167,7 @@ def sparse_attention(
             position_S=position_S,
         )
     call = AttentionCall(layout, layout.bounds(position_S), float(softmax_scale), always_select_tail, attend_bytes)
-    backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
+    backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC, layout.pool_size))
     return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=backend)
 
 

@@ -143,7 +143,7 @@ def sparse_attention_sharded(
         kv_TBC.contiguous(),
         selection_BOK,
         AttentionCall(layout, own, float(softmax_scale), always_select_tail, attend_bytes),
-        backend=resolve("auto", Target.of_attention(q_SBHC, kv_TBC)),
+        backend=resolve("auto", Target.of_attention(q_SBHC, kv_TBC, layout.pool_size)),
         cut=RowCut.of(plan, q_SBHC, query_shard_group, attend_bytes),
     )
 

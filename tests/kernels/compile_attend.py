@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from ahead import MATRIX, MOST_SHARED, MOST_TMEM, Binary, compile_for
 
-from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, query_grad_kernel
-from mcore_dsa.kernels.attend_slots import CELL_SLOTS, COLUMNS, GRAD_HEADS, add_kernel, cell_kernel, slot_grad_kernel
+from mcore_dsa.backends.choice import MOST_POOL_SIZE
+from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, grad_warps, query_grad_kernel
+from mcore_dsa.kernels.attend_slots import CELL_TOKENS, COLUMNS, GRAD_HEADS, add_kernel, cell_kernel, slot_grad_kernel
 from mcore_dsa.kernels.items import OPTIONS, fault_kernel
+from mcore_dsa.kernels.tiles import CELL_SLOTS
 
 BF16 = ("q_ptr", "kv_ptr", "out_ptr", "out_grad_ptr", "q_grad_ptr")
 FP32 = ("norm_ptr", "delta_ptr", "sum_ptr", "slot_grad_ptr")
@@ -34,7 +36,9 @@ PRODUCTS: dict[str, tuple[Any, dict[str, Any], dict[int, tuple[int, int]]]] = {
     ),
 }
 OTHERS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "add": (add_kernel, SIZES | {"J_2": 4}, 4),
+    "add": (add_kernel, SIZES | {"TOKENS": CELL_TOKENS}, 4),
+    "add alone": (add_kernel, SIZES | {"J": 1, "TOKENS": 1}, 4),
+    "add many": (add_kernel, SIZES | {"J": MOST_POOL_SIZE, "TOKENS": CELL_TOKENS}, 4),
     "cells": (cell_kernel, {"J": 4, "TAIL": True, "COLUMNS": COLUMNS}, 1),
     "faults": (fault_kernel, {"COLUMNS": 128}, 1),
 }
@@ -88,13 +92,17 @@ def test_others(name: str, capability: int) -> None:
     assert not re.findall(r"\b(?:atom|red)\.", binary.ptx)
 
 
-@pytest.mark.parametrize("channels", [20])
+@pytest.mark.parametrize(
+    ("capability", "pool_size", "channels"), [(90, 3, 20), (90, 1, 512), (100, MOST_POOL_SIZE, 512)]
+)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_other_geometries(name: str, channels: int) -> None:
-    kernel, constants, _ = PRODUCTS[name]
-    sizes = {"J": 3, "C": channels, "C_PADDED": triton.next_power_of_2(channels)}
-    binary = compiled(90, kernel, constants | sizes)
+def test_other_geometries(name: str, capability: int, pool_size: int, channels: int) -> None:
+    kernel, constants, limits = PRODUCTS[name]
+    sizes = {"J": pool_size, "C": channels, "C_PADDED": triton.next_power_of_2(channels)}
+    warps = grad_warps(pool_size) if name == "query_grad" else 4
+    binary = compiled(capability, kernel, constants | sizes, warps)
     check_limits(binary)
+    assert warps * binary.programs(warps) >= 4 * limits[capability][1]
     assert binary.count(*MATRIX) > 0
 
 

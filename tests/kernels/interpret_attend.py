@@ -17,12 +17,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from layouts import segmentations
 from live_bytes import allocated_bytes
+from strict_interpreter import backwards
 from torch import Tensor
 
 from mcore_dsa.attend import Kept, LatentShards, RowCut, attend
 from mcore_dsa.backends import AttentionCall
 from mcore_dsa.backends.triton import TritonBackend
-from mcore_dsa.backends.triton.attend import smallest_attend_bytes
+from mcore_dsa.backends.triton.scratch import smallest_attend_bytes
 from mcore_dsa.head_exchange import HeadExchange
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition
@@ -159,6 +160,15 @@ def test_neither_pack_nor_batch_nor_budget_moves_a_bit() -> None:
             selection=torch.where(selection < 0, selection, selection - first),
         )
         assert_equal(run(alone), tuple(x[begin:end, :1] for x in whole))
+
+
+@pytest.mark.parametrize("heads", [3, 17])
+def test_the_order_of_programs_moves_no_bit(heads: int) -> None:
+    """None writes where another does."""
+    case = Case.random([[(0, 9), (9, 14)], [(2, 13)]], 14, heads=heads, rows=6, budget=2)
+    expected = run(case)
+    with backwards(), poisoned(NAN):
+        assert_equal(run(case), expected)
 
 
 def test_backward_holds_what_it_says() -> None:

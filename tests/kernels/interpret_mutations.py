@@ -23,7 +23,9 @@ from scores import Ranking
 from mcore_dsa.backends import SelectionCounters
 from mcore_dsa.backends.torch.compress import compress_keys as torch_compress
 from mcore_dsa.backends.triton import select as selecting
+from mcore_dsa.backends.triton.scratch import smallest_score_bytes
 from mcore_dsa.kernels import compress, scoring, topk
+from mcore_dsa.kernels.tiles import POOLS
 from mcore_dsa.kpool import PoolLayout
 
 MODULES = {"scoring": scoring, "topk": topk, "compress": compress}
@@ -55,13 +57,13 @@ def scored(kernels: dict[str, ModuleType]) -> None:
     q, weights, key = numbers("special", len(position), 300, 2, 3, 16, seed=5)
     call = Call(q.bfloat16(), weights, key.bfloat16(), segments, layout, position, 40)
     expected, _ = select(TORCH, call)
-    for score_bytes in (1 << 24, selecting.smallest_score_bytes(3, 40)):
+    for score_bytes in (1 << 24, smallest_score_bytes(3, 40)):
         assert torch.equal(selected(call, score_bytes), expected)
 
 
 def scored_far(kernels: dict[str, ModuleType]) -> None:
     """A row of more tiles than a program has."""
-    pools = (scoring.CHUNK + 2) * scoring.POOLS
+    pools = (scoring.CHUNK + 2) * POOLS
     layout, position = layout_of([[(0, pools)]], num_tokens=pools, pool_size=1), torch.tensor([pools - 1])
     q, weights, key = numbers("plateau", 1, pools, 1, 4, 16, seed=6)
     call = Call(q.bfloat16(), weights, key.bfloat16(), [[(0, pools)]], layout, position, 900)

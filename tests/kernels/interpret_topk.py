@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scores import Ranking, select
 
-from mcore_dsa.kernels.scoring import POOLS
+from mcore_dsa.kernels.tiles import POOLS
 
 # Distinct orders a row may have: ties everywhere, some at the cut, hardly any.
 LEVELS = st.sampled_from([1, 2, 5, 300, 2**32 - 1])

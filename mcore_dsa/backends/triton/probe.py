@@ -13,11 +13,13 @@ import triton
 from torch import Tensor
 
 from mcore_dsa.backends.torch.compress import key_fingerprint
-from mcore_dsa.backends.triton.select import Strip, spans
+from mcore_dsa.backends.triton.scratch import Strip
+from mcore_dsa.backends.triton.select import spans
 from mcore_dsa.checks import check_positive
 from mcore_dsa.kernels import scoring
 from mcore_dsa.kernels.compress import compress_keys
-from mcore_dsa.kernels.scoring import CHUNK, GROUP, POOLS, Block
+from mcore_dsa.kernels.scoring import CHUNK, Block
+from mcore_dsa.kernels.tiles import GROUP, POOLS, rows_of_tile
 
 
 def fingerprint(device: torch.device, heads: int, dim: int) -> str:
@@ -28,7 +30,7 @@ def fingerprint(device: torch.device, heads: int, dim: int) -> str:
     scores, keys = probe(device, heads, dim), key_fingerprint(compress_keys, device, dim)
     major = scoring.device_major(device)
     return (
-        f"{device.type} {major}, Triton {triton.__version__}, {scoring.rows_of_tile(heads)} x {POOLS}, "
+        f"{device.type} {major}, Triton {triton.__version__}, {rows_of_tile(heads)} x {POOLS}, "
         f"scores {scores:08x}, pool keys {keys:08x}"
     )
 
@@ -44,7 +46,7 @@ def probe(device: torch.device, heads: int, dim: int) -> int:
     """
     check_positive("heads", heads)
     check_positive("dim", dim)
-    rows, pools = 2 * scoring.rows_of_tile(heads) - 1, 3 * POOLS - 1
+    rows, pools = 2 * rows_of_tile(heads) - 1, 3 * POOLS - 1
     generator = torch.Generator("cpu").manual_seed(20)
 
     def draw(*shape: int) -> Tensor:
@@ -70,7 +72,7 @@ def orders(q_RHD: Tensor, weights_RH: Tensor, key_PD: Tensor, *, tiles: int | No
     """int32 `[r, p]`, the order of every score as `score_kernel` writes it, in blocks of `tiles` tiles of pools."""
     rows, pools = len(q_RHD), len(key_PD)
     whole = -(-pools // POOLS)
-    device, tile_rows = q_RHD.device, scoring.rows_of_tile(q_RHD.shape[1])
+    device, tile_rows = q_RHD.device, rows_of_tile(q_RHD.shape[1])
     first_1S = torch.zeros(1, rows, dtype=torch.int32, device=device)
     visible_1S = torch.full_like(first_1S, pools)
     blocks = []
