@@ -171,6 +171,15 @@ def test_the_order_of_programs_moves_no_bit(heads: int) -> None:
         assert_equal(run(case), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_keeps_what_it_says(dtype: torch.dtype) -> None:
+    case = Case.random([[(0, 9)], [(1, 8)]], 9, rows=5, heads=3, channels=20).to(dtype)
+    call = AttentionCall(case.layout, case.layout.bounds(case.position), case.scale, case.tail, 1 << 28)
+    saved = TritonBackend.attend(case.q, case.kv, case.selection, call, torch.empty_like(case.q))
+    a_row = TritonBackend.saved_row_bytes(heads=3, channels=20, elem_bytes=dtype.itemsize)
+    assert sum(x.nbytes for x in saved) == 5 * 2 * a_row
+
+
 def test_backward_holds_what_it_says() -> None:
     """The gradients, the sum of those of latents, 4 bytes a row and head; of the budget at least half."""
     case = Case.random([[(0, 160)]], 160, rows=12, heads=1, budget=12)
