@@ -85,15 +85,11 @@ def attention_work(
     """
     check_request(lengths, geometry, context_size)
     _check_sizes(shard, group_size, elem_bytes, attend_bytes)
-    heads, channels, tail = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.index_kpool_always_select_tail
+    heads, channels = geometry.num_attention_heads, geometry.kv_lora_rank
     if heads % group_size:
         raise ValueError(f"group_size is {group_size}; accepted are divisors of {heads}, the attention heads")
     work = PackWork(tuple(lengths), geometry.index_kpool, geometry.pool_budget)
-
-    def attended_before(row: int) -> int:
-        return work.pool_size * work.selected_pairs_before(row) + (work.tail_tokens_before(row) if tail else 0)
-
-    held = Held.of(work, context_size, attended_before)
+    held = _held(work, context_size, geometry.index_kpool_always_select_tail)
     sizes = {"pool_size": work.pool_size, "budget": work.budget}
     selected = partition_rows(partition, held.rows, group_size, work.lengths, **sizes)
     rows_cut = RowPartition.contiguous(held.rows, group_size) if selected.is_replicated else selected
@@ -129,6 +125,13 @@ def attention_work(
             )
         )
     return tuple(parts)
+
+
+def _held(work: PackWork, context_size: int, tail: bool) -> Held:
+    def attended_before(row: int) -> int:
+        return work.pool_size * work.selected_pairs_before(row) + (work.tail_tokens_before(row) if tail else 0)
+
+    return Held.of(work, context_size, attended_before)
 
 
 def _check_sizes(shard: AttendShard, group_size: int, elem_bytes: int, attend_bytes: int) -> None:

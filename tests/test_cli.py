@@ -142,12 +142,12 @@ def test_what_is_assumed_is_said(words: tuple[str, ...], kernels: str, device: i
 
 def test_a_geometry_that_triton_does_not_take_runs_in_torch(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(tiny_config(index_kpool=32, index_topk=64)))
+    file.write_text(json.dumps(tiny_config()))
     words = ("plan", "--config", str(file), "--tp", "2", "--seq", "256")
     assert plan(*words[1:])["assumed"]["kernels"] == "torch"
     status, _, err = command(*words, "--kernels", "triton")
     assert status == 2
-    assert "--kernels is triton and pool_size is 32; accepted are at most 16" in err
+    assert "--kernels is triton and dim is 20; accepted are multiples of 16 up to 128" in err
 
 
 def test_one_rank_saves_nothing() -> None:

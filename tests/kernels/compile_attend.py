@@ -124,9 +124,11 @@ def test_one_binary_whatever_the_size_of_a_call(monkeypatch: pytest.MonkeyPatch)
         saved = triton_attention.attend(q, kv, selection, call, torch.empty_like(q))
         sums = torch.zeros(60 * batch + 1, channels)
         triton_attention.attend_backward(q, kv, selection, call, saved, q, torch.empty_like(q), sums)
-    assert {name: len(binaries) for name, binaries in built.items()} == dict.fromkeys(
-        ("fault_kernel", "attend_kernel", "query_grad_kernel", "slot_grad_kernel", "cell_kernel", "add_kernel"), 1
-    )
+    kernels = ("fault_kernel", "attend_kernel", "query_grad_kernel", "slot_grad_kernel", "cell_kernel", "add_kernel")
+    assert {name: len(binaries) for name, binaries in built.items()} == dict.fromkeys(kernels, 1)
+    # Without gradients of queries another one.
+    triton_attention.attend_backward(q, kv, selection, call, saved, q, None, sums)
+    assert len(built["query_grad_kernel"]) == 2
 
 
 def test_what_is_looked_for_is_found() -> None:

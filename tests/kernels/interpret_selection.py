@@ -207,19 +207,42 @@ def test_fingerprint_is_a_function_of_the_shape() -> None:
     assert "Triton 3." in found[0]
 
 
-@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0), (-1, -1), (7, 63)])
-def test_a_place_that_matters_is_refused(place: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("use_relu", [True, False])
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1), (7, 63)])
+def test_a_place_that_matters_is_refused(
+    place: tuple[int, int], use_relu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the binary that is asked for."""
     original = probing.orders
 
-    def by_place(q: torch.Tensor, *rest: torch.Tensor, **options: int) -> torch.Tensor:
+    def by_place(q: torch.Tensor, *rest: torch.Tensor, **options: Any) -> torch.Tensor:
         order = original(q, *rest, **options)
-        if order.shape[0] > 7:
+        if order.shape[0] > 7 and options["use_relu"] is use_relu:
             order[place] += 1
         return order
 
     monkeypatch.setattr(probing, "orders", by_place)
     with pytest.raises(RuntimeError, match=r"place in it.*accepted is"):
-        probe.__wrapped__(CPU, 8, 16)
+        probe.__wrapped__(CPU, 8, 16, use_relu)
+
+
+def test_a_selection_proves_the_binary_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved = []
+    monkeypatch.setattr(probing, "probe", lambda *shape: proved.append(shape))
+    layout = layout_of([[(0, 9)]], num_tokens=9, pool_size=1)
+    q, weights, key = numbers("plateau", 9, 9, 1, 8, 16, seed=0)
+    call = Call(q.bfloat16(), weights, key.bfloat16(), [[(0, 9)]], layout, torch.arange(9), 2)
+    for use_relu in (True, False):
+        select(TRITON, replace(call, use_relu=use_relu))
+    assert proved == [(CPU, 8, 16, True), (CPU, 8, 16, False)]
+
+
+def test_more_heads_than_a_tile_has_are_refused() -> None:
+    layout = layout_of([[(0, 9)]], num_tokens=9, pool_size=1)
+    q, weights, key = numbers("plateau", 9, 9, 1, 257, 16, seed=0)
+    call = Call(q.bfloat16(), weights, key.bfloat16(), [[(0, 9)]], layout, torch.arange(9), 2)
+    with pytest.raises(ValueError, match=r"^heads is 257; accepted are 1 to 64$"):
+        select(TRITON, call)
 
 
 def test_kernels_take_bf16() -> None:

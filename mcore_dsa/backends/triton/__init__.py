@@ -47,7 +47,7 @@ class TritonBackend:
 
         with _current(layout.device):
             if bounds.max_visible > budget:
-                probe(layout.device, *q_SBHD.shape[2:])
+                probe(layout.device, *q_SBHD.shape[2:], use_relu)
             return select_pools(
                 q_SBHD,
                 weights_SBH,
