@@ -151,6 +151,11 @@ def lines() -> Iterator[str]:
                 parts = [part for cut in cuts for part in vars(cut).values()]
                 # By heads nothing is exchanged.
                 yield f"| {tokens:,} | {ranks} | " + " | ".join(map(milliseconds, parts[:3] + parts[4:])) + " |"
+    yield ""
+    yield "| rows of a rank, all of which select one pool | sum of its gradients, alone |"
+    yield "|---|---|"
+    for rows in (8192, *TOKENS):
+        yield f"| {rows:,} | {milliseconds(chain_seconds(rows))} |"
 
 
 def milliseconds(seconds: float) -> str:

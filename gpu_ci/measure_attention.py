@@ -55,6 +55,10 @@ def report(heads: int, rows: int, bare: float) -> None:
         )
     alone = milliseconds(partial(run_queries, case)) - forward
     print(f"  of which the gradient of queries {alone:.2f} ms")
+    # The sum of that pool's gradients is one chain over the rows.
+    shared = replace(case, selection=case.selection.clone())
+    shared.selection[..., 0] = 0
+    print(f"  backward where every row selects one pool {milliseconds(partial(run, shared)) - forward:.2f} ms")
     few = case.rows(slice(0, 128))
     few = replace(few, position=case.position[:128])
     compared: list[tuple[str, Callable[[Case], object]]] = [("triton", run), ("torch", Case.run)]

@@ -100,9 +100,8 @@ def attention_work(
         own = rows_cut.rows_of(rank)
         slices = rows_cut.slices(rank) if shard == "rows" else (range(held.rows),)
         tokens = sum(held.attended_before(part.stop) - held.attended_before(part.start) for part in slices)
-        own_heads = heads if shard == "rows" else heads // group_size
+        attended, own_heads = sum(map(len, slices)), heads if shard == "rows" else heads // group_size
         product = 2 * channels * tokens * own_heads
-        attended = sum(map(len, slices))
         saved = attended * backend.saved_row_bytes(heads=own_heads, channels=channels, elem_bytes=elem_bytes)
         if shard == "rows":
             arriving, returning = (group_size - 1) * own * row, (held.rows - own) * row
