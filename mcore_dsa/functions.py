@@ -149,7 +149,7 @@ def sparse_attention(
     on a CPU rounds its result, here the logits, to bf16. The gradient of a key adds what its rows contribute in row
     order, if rows of a document come in token order; else those that see fewer pools, in steps of powers of two, come
     first. A row takes slots for the pools that it sees, not for the whole budget. A kv that is not contiguous is copied
-    once, outside the budget.
+    once, outside the budget, and on a GPU so are queries and output gradients.
 
     Raises: TypeError or ValueError for an argument of another kind, a budget too small for one row of every sample, ids
     that are not ascending, an id that is not a visible complete pool of its row, and, where gradients are needed, an

@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_dsa.backends.protocol import Backend
 from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.backends.triton import TritonBackend
+from mcore_dsa.kernels.tiles import MOST_HEADS
 from mcore_dsa.settings import KERNELS_VARIABLE, Kernels
 
 # Tokens of a pool: the most that the kernels are compiled for, and looked at, without a card.
@@ -111,8 +112,8 @@ def triton_refusal(target: Target) -> str:
         return f"Triton is {target.triton}; accepted is 3.7"
     if set(target.dtypes) != {torch.bfloat16}:
         return f"dtype is {', '.join(sorted({str(dtype) for dtype in target.dtypes}))}; accepted is torch.bfloat16"
-    if target.heads is not None and not 1 <= target.heads <= 64:
-        return f"heads is {target.heads}; accepted are 1 to 64"
+    if target.heads is not None and not 1 <= target.heads <= MOST_HEADS:
+        return f"heads is {target.heads}; accepted are 1 to {MOST_HEADS}"
     if target.dim is not None and target.dim not in range(16, 129, 16):
         return f"dim is {target.dim}; accepted are multiples of 16 up to 128"
     if target.channels is not None and target.channels > 512:

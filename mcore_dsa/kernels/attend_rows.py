@@ -163,11 +163,10 @@ def query_grad_kernel(
         if q_grad_ptr is not None:
             mixed = add_product(mixed, tl.trans(kv), weights * (weight_grad - guess[None, :]), SPLIT)
     tl.store(delta_ptr + line, delta, mask=head < heads)
-    if q_grad_ptr is None:
-        return
-    # Read once more, and volatile, lest the compiler keep it in registers through the loop.
-    out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32, VOLATILE=True)
-    q_grad = (tl.trans(mixed) - (delta - guess)[:, None] * out) * (scale * 0.6931471805599453)
-    # A row without tokens has no gradient, whatever comes to its output.
-    q_grad = tl.where((norm == float("-inf"))[:, None], 0.0, q_grad)
-    store_heads(q_grad_ptr, line, head < heads, q_grad, C, C_PADDED)
+    if q_grad_ptr is not None:
+        # Read once more, and volatile, lest the compiler keep it in registers through the loop.
+        out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32, VOLATILE=True)
+        q_grad = (tl.trans(mixed) - (delta - guess)[:, None] * out) * (scale * 0.6931471805599453)
+        # A row without tokens has no gradient, whatever comes to its output.
+        q_grad = tl.where((norm == float("-inf"))[:, None], 0.0, q_grad)
+        store_heads(q_grad_ptr, line, head < heads, q_grad, C, C_PADDED)
