@@ -79,7 +79,7 @@ def assert_within_bounds(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @given(LAYOUTS, GEOMETRIES, DTYPES)
-@hypothesis_settings(max_examples=16)
+@hypothesis_settings(max_examples=13)
 def test_within_the_bound_of_float64(segmentation, geometry, dtype) -> None:
     assert_within_bounds(Case.random(*segmentation, **geometry).to(dtype))
 

@@ -276,7 +276,7 @@ def test_the_kernels_pass(check: Check) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_wrong_line_is_seen(name: str, tmp_path: Path) -> None:
     module, line, wrong, check = MUTATIONS[name]
-    source = Path(str(sys.modules[f"mcore_dsa.kernels.{module}"].__file__)).read_text(encoding="utf-8")
+    source = Path(str(importlib.import_module(f"mcore_dsa.kernels.{module}").__file__)).read_text(encoding="utf-8")
     assert line in source
     path = tmp_path / f"{module}.py"
     path.write_text(source.replace(line, wrong), encoding="utf-8")
@@ -301,8 +301,8 @@ def fails(check: Check, module: str, path: Path) -> bool:
 def install(module: str, path: Path) -> None:
     """Load a module in the place of the package's, and anew what imports it."""
     for name in KERNELS[KERNELS.index(module) :]:
-        sys.modules.pop(f"mcore_dsa.kernels.{name}")
-    sys.modules.pop(DRIVER)
+        sys.modules.pop(f"mcore_dsa.kernels.{name}", None)
+    sys.modules.pop(DRIVER, None)
     spec = spec_from_file_location(f"mcore_dsa.kernels.{module}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -74,7 +74,7 @@ def smallest(call: Call) -> int:
     return smallest_score_bytes(call.q_SBHD.shape[2], call.budget)
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(few_rows(EXACT))
 def test_equals_the_torch_backend(call: Call) -> None:
     """Also what both counted, but for the padding of tiles."""
@@ -86,7 +86,7 @@ def test_equals_the_torch_backend(call: Call) -> None:
     assert counters.tile_pairs >= counters.scored_pairs
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(few_rows(EXACT, long=True), st.floats(0, 1))
 def test_equals_the_torch_backend_in_blocks_and_strips(call: Call, more: float) -> None:
     expected, _ = select(TORCH, call)
