@@ -34,6 +34,10 @@ SURVIVORS = 550
 ELEMENT = 2
 # Of a slot and head, of `channels` multiply-adds each, as the kernels do them: fp32 weights go as two bf16 numbers.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 3, 10
+# Heads of a tile, and slots of one of backward's second kernel (`kernels/attend_rows.py`, `kernels/tiles.py`).
+TILE_HEADS, GRAD_TILE_SLOTS = 16, 16
+# Assumed: bytes a second between the L2 and all multiprocessors, and from a load to its value.
+CACHE, LATENCY = 5.5e12, 700e-9
 
 
 @dataclass(frozen=True)
@@ -80,32 +84,51 @@ def _read_and_kept(tokens: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Attention:
-    """One rank's seconds for one pass of one layer's attention, each part by itself and nothing overlapped.
+    """One rank's seconds for one pass of one layer's attention under one cut, each part by itself, nothing overlapped.
 
-    `by_heads` and `by_rows` are what either cut reads and writes, `exchange` what a cut by rows moves between ranks.
+    Attributes:
+        products: of tiles, which have `TILE_HEADS` heads each however few a rank has.
+        cache: what multiprocessors take from the L2 and leave there.
+        memory: of that what comes from memory, were nothing of one row there for the next.
+        exchange: what ranks send each other.
     """
 
     products: float
-    by_heads: float
-    by_rows: float
+    cache: float
+    memory: float
     exchange: float
 
 
-def attention_seconds(tokens: int, ranks: int, *, backward: bool = False) -> Attention:
-    """Either cut has as many (row, head) pairs, and so as many products, on every rank; one document, no cache."""
+def attention_seconds(tokens: int, ranks: int, *, by_rows: bool, backward: bool = False) -> Attention:
+    """By rows a rank has its share of the rows and all heads, by heads the reverse; one document."""
     slots = GEOMETRY.index_topk + GEOMETRY.index_kpool - 1
-    heads, channels = GEOMETRY.num_attention_heads / ranks, GEOMETRY.kv_lora_rank
-    # A row's latents: gathered once, in backward twice, and what each contributes written and read in fp32.
-    of_slots = tokens * slots * channels * (2 * ELEMENT + 2 * 4 if backward else ELEMENT) / MEMORY
+    rows = tokens // ranks if by_rows else tokens
+    heads = GEOMETRY.num_attention_heads // (1 if by_rows else ranks)
+    tiles, slot_tiles = -(-heads // TILE_HEADS), -(-slots // GRAD_TILE_SLOTS)
+    line = GEOMETRY.kv_lora_rank * ELEMENT
+    latents, queries = slots * line, heads * line
+    if backward:
+        # Queries, both gradients and the output, twice; then for every tile of slots queries and output gradients.
+        # A slot's contribution is in fp32, written and read.
+        contributed = 2 * slots * GEOMETRY.kv_lora_rank * 4
+        cache = (tiles + 1) * latents + (5 + 2 * slot_tiles) * queries + contributed
+        memory = 2 * latents + 7 * queries + contributed
+    else:
+        cache, memory = tiles * latents + 2 * queries, latents + 2 * queries
     # Queries and outputs; or queries and both gradients.
-    moved = (3 if backward else 2) * tokens * heads * channels * ELEMENT * (ranks - 1) / ranks
-    products = BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS
+    moved = (3 if backward else 2) * (tokens // ranks) * GEOMETRY.num_attention_heads * line * (ranks - 1) / ranks
+    products = (BACKWARD_PRODUCTS if backward else FORWARD_PRODUCTS) * 2 * tiles * TILE_HEADS * slots * line / ELEMENT
     return Attention(
-        products=products * 2 * tokens * heads * slots * channels / PRODUCTS,
-        by_heads=of_slots,
-        by_rows=of_slots / ranks,
-        exchange=moved / LINK,
+        products=rows * products / PRODUCTS,
+        cache=rows * cache / CACHE,
+        memory=rows * memory / MEMORY,
+        exchange=moved / LINK if by_rows else 0.0,
     )
+
+
+def chain_seconds(rows: int) -> float:
+    """Backward's program of a pool that as many rows of a rank select: they follow one another, two latencies each."""
+    return rows * 2 * LATENCY
 
 
 def lines() -> Iterator[str]:
@@ -119,12 +142,20 @@ def lines() -> Iterator[str]:
     for backward in (False, True):
         yield ""
         kind = "backward" if backward else "forward"
-        yield f"| tokens | TP | {kind}: products | memory, by heads | memory, by rows | exchanged, by rows |"
-        yield "|---|---|---|---|---|---|"
+        of_cut = "products | L2 | memory"
+        yield f"| tokens | TP | {kind}, by heads: {of_cut} | by rows: {of_cut} | exchange |"
+        yield "|---" * 9 + "|"
         for tokens in TOKENS:
             for ranks in SIZES:
-                parts = vars(attention_seconds(tokens, ranks, backward=backward)).values()
-                yield f"| {tokens:,} | {ranks} | " + " | ".join(map(milliseconds, parts)) + " |"
+                cuts = [attention_seconds(tokens, ranks, by_rows=cut, backward=backward) for cut in (False, True)]
+                parts = [part for cut in cuts for part in vars(cut).values()]
+                # By heads nothing is exchanged.
+                yield f"| {tokens:,} | {ranks} | " + " | ".join(map(milliseconds, parts[:3] + parts[4:])) + " |"
+    yield ""
+    yield "| rows of a rank, all of which select one pool | sum of its gradients, alone |"
+    yield "|---|---|"
+    for rows in (8192, *TOKENS):
+        yield f"| {rows:,} | {milliseconds(chain_seconds(rows))} |"
 
 
 def milliseconds(seconds: float) -> str:

@@ -15,9 +15,12 @@ from mcore_dsa.backends.choice import Target, triton_refusal
 from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.backends.torch.scoring import tile_for
 from mcore_dsa.backends.triton import TritonBackend
-from mcore_dsa.settings import DEFAULT_BYTES
+from mcore_dsa.settings import DEFAULT_BYTES, bytes_text, default_bytes
+from mcore_dsa.workspace import device_bytes
 
 TOKENS = (8192, 65536)
+# Without a device of its own memory, and what a module has here.
+BUDGETS = (DEFAULT_BYTES, default_bytes(device_bytes(DEVICE)))
 PRODUCTS = 20
 
 
@@ -54,9 +57,9 @@ def selection() -> None:
         inputs = moved(Inputs.of(tokens))
         select = partial(select_pools, inputs.q, inputs.weights, inputs.pool_key, inputs.layout, budget=BUDGET)
         before = bare_milliseconds_per_pair()
-        took = milliseconds(select)
+        took = milliseconds(partial(select, score_bytes=DEFAULT_BYTES))
         bare = (before + bare_milliseconds_per_pair()) / 2 * inputs.work.scored_pairs
-        peak, selected = requested_at_peak(select)
+        peak, selected = requested_at_peak(partial(select, score_bytes=DEFAULT_BYTES))
         memory = (peak - selected.nbytes) / DEFAULT_BYTES
         print(f"selection of {tokens:,} tokens over the bare fp32 products of its scored pairs: {took / bare:.2f}")
         print(f"  its peak memory less its output, over score_bytes: {memory:.2f}  ({took:.1f} ms)")
@@ -80,16 +83,16 @@ def kernels() -> None:
         inputs = moved(Inputs.of(tokens))
         data = inputs.q.bfloat16(), inputs.weights, inputs.pool_key.bfloat16(), inputs.layout
         bounds = inputs.layout.bounds(torch.arange(tokens, device=DEVICE))
-        took = {}
-        for backend in (TorchBackend(), TritonBackend()):
-            counters = SelectionCounters()
-            options = {"budget": BUDGET, "score_bytes": DEFAULT_BYTES, "use_relu": True, "counters": counters}
-            took[backend.name] = milliseconds(partial(backend.select, *data, bounds, **options), 3)
-        share = 2 * HEADS * DIM * inputs.work.scored_pairs / took["triton"] / peak
-        print(f"selection of {tokens:,} tokens, Triton over torch: {took['triton'] / took['torch']:.4f}")
-        print(
-            f"  over the measured bf16 product peak, {peak / 1e9:.0f} TFLOP/s: {share:.2f}  ({took['triton']:.2f} ms)"
-        )
+        for score_bytes in BUDGETS:
+            took = {}
+            for backend in (TorchBackend(), TritonBackend()):
+                counters = SelectionCounters()
+                options = {"budget": BUDGET, "score_bytes": score_bytes, "use_relu": True, "counters": counters}
+                took[backend.name] = milliseconds(partial(backend.select, *data, bounds, **options), 3)
+            share = 2 * HEADS * DIM * inputs.work.scored_pairs / took["triton"] / peak
+            ratio, under = took["triton"] / took["torch"], bytes_text(score_bytes)
+            print(f"selection of {tokens:,} tokens under {under}, Triton over torch: {ratio:.4f}")
+            print(f"  over measured bf16 products, {peak / 1e9:.0f} TFLOP/s: {share:.2f}  ({took['triton']:.2f} ms)")
 
 
 if __name__ == "__main__":

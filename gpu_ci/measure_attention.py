@@ -6,11 +6,12 @@ from functools import partial
 
 import torch
 from attend_cases import Case
-from measure import milliseconds
+from measure import BUDGETS, milliseconds
 from on_device import DEVICE
 from test_triton_attention import attended, run
 
 from mcore_dsa import PoolLayout
+from mcore_dsa.settings import bytes_text
 
 TOKENS, BUDGET, CHANNELS = 65_536, 512, 512
 
@@ -42,14 +43,22 @@ def run_queries(case: Case) -> None:
 def report(heads: int, rows: int, bare: float) -> None:
     case = recent_case(heads, rows)
     forward = milliseconds(lambda: attended(case, case.q, case.kv))
-    backward = milliseconds(partial(run, case)) - forward
     products = 2.0 * rows * heads * (BUDGET * 4 + 2) * CHANNELS
     gathered = rows * (BUDGET * 4 + 2) * CHANNELS * 2 * -(-heads // 16)
     print(f"attention of {rows:,} rows, {heads} heads, {TOKENS:,} tokens: forward {forward:.2f} ms")
     print(f"  3 products, {3 * products / forward / bare:.1%} of the bare ones; {gathered / forward / 1e9:.2f} TB/s")
-    print(f"  backward {backward:.2f} ms, 10 products, {10 * products / backward / bare:.1%} of the bare ones")
+    for attend_bytes in BUDGETS:
+        backward = milliseconds(partial(run, case, attend_bytes=attend_bytes)) - forward
+        share = 10 * products / backward / bare
+        print(
+            f"  backward under {bytes_text(attend_bytes)} {backward:.2f} ms, 10 products, {share:.1%} of the bare ones"
+        )
     alone = milliseconds(partial(run_queries, case)) - forward
     print(f"  of which the gradient of queries {alone:.2f} ms")
+    # The sum of that pool's gradients is one chain over the rows.
+    shared = replace(case, selection=case.selection.clone())
+    shared.selection[..., 0] = 0
+    print(f"  backward where every row selects one pool {milliseconds(partial(run, shared)) - forward:.2f} ms")
     few = case.rows(slice(0, 128))
     few = replace(few, position=case.position[:128])
     compared: list[tuple[str, Callable[[Case], object]]] = [("triton", run), ("torch", Case.run)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs CUDA: the tests of this folder, a short training run, ratios for benchmarks/LOG.md.
-# bash gpu_ci/run.sh [arguments of pytest]; PYTHON is .venv/bin/python if there, else python3. Fails if anything did.
+# bash gpu_ci/run.sh [arguments of pytest]; PYTHON is .venv/bin/python if there, else python3. Stops at what fails first.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -31,21 +31,23 @@ print(len(devices))
 PYTHON_END
 devices=$(cat "$scratch/devices")
 
-failed=()
-"$PYTHON" -m pytest gpu_ci -q -rs --durations=8 "$@" || failed+=("tests")
+fail() {
+    echo "gpu_ci: FAILED: $1" >&2
+    exit 1
+}
+
+# In the order of docs/gpu.md: what rests on nothing else first.
+tests=(triton_selection triton_attention sanitizer one_device attention megatron_one_device nccl transformer_engine)
+files=("${tests[@]/#/gpu_ci/test_}")
+"$PYTHON" -m pytest "${files[@]/%/.py}" -x -q -rs --durations=8 "$@" || fail tests
 
 # Over NCCL: two tensor-parallel ranks where there are two devices, and then the same steps with the flag off.
 ranks=1 compare=--compare_unsharded=false
 [ "$devices" -ge 2 ] && ranks=2 compare=--compare-unsharded
 SKYRL_DSA_INDEXER_TP_SHARD=1 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     -m mcore_dsa.train --config configs/tiny_tp2.yaml --run_dir "$scratch/run" --parallel.tensor "$ranks" \
-    --training.steps 20 --training.dtype bf16 --logging.progress false "$compare" || failed+=("training")
+    --training.steps 20 --training.dtype bf16 --logging.progress false "$compare" || fail training
 
-"$PYTHON" gpu_ci/measure.py || failed+=("measurements")
-"$PYTHON" gpu_ci/measure_attention.py || failed+=("measurements of attention")
-
-if [ "${#failed[@]}" -gt 0 ]; then
-    echo "gpu_ci: FAILED: ${failed[*]}" >&2
-    exit 1
-fi
+"$PYTHON" gpu_ci/measure.py || fail measurements
+"$PYTHON" gpu_ci/measure_attention.py || fail "measurements of attention"
 echo "gpu_ci: passed on $devices device(s)"

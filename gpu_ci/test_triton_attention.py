@@ -102,6 +102,14 @@ def test_no_budget_and_no_pack_moves_a_bit() -> None:
     assert_equal(run(alone), tuple(x[:, 1:] for x in whole))
 
 
+def test_one_gradient_alone_is_the_same() -> None:
+    case = glm_case(8)
+    _, q_grad, kv_grad = run(case)
+    q, kv = case.q.clone().requires_grad_(), case.kv.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(attended(case, q, case.kv), q, case.out_grad)[0], q_grad)
+    assert torch.equal(torch.autograd.grad(attended(case, case.q, kv), kv, case.out_grad)[0], kv_grad)
+
+
 def test_backward_stays_under_its_byte_budget() -> None:
     """Beside the gradients, the fp32 sum of those of latents, and a number a row and head."""
     case = glm_case(8)

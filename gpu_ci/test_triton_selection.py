@@ -1,11 +1,7 @@
 """Selection by Triton's kernels on one device: what neither an interpreter nor a compiler can show."""
 
 import functools
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +103,17 @@ def test_scores_are_the_formula(heads: int, dim: int) -> None:
     assert (error <= terms * (dim + heads + 2) * 2.0**-23).all()
 
 
+@pytest.mark.parametrize("levels", [1, 3, 40_000, 2**32 - 1])
+@pytest.mark.parametrize(("pools", "budget", "tiles"), [(262_144, 512, None), (262_144, 512, 700), (131_071, 3000, 90)])
+def test_the_best_of_random_bits(pools: int, budget: int, tiles: int | None, levels: int) -> None:
+    from interpret_topk import ranking
+    from scores import select as best
+
+    rows = [ranking(pools - 999 * row, 37 * row, levels, row) for row in range(40)]
+    found = best(rows, budget, tiles=tiles, device="cuda").cpu()
+    assert torch.equal(found, torch.stack([row.best(budget, 0) for row in rows]))
+
+
 @settings(max_examples=100)
 @given(calls(EXACT))
 def test_equals_the_float64_oracle(call: Call) -> None:
@@ -156,17 +163,6 @@ def test_a_hundred_repetitions_are_equal() -> None:
     assert all(torch.equal(select(call), expected) for _ in range(100))
 
 
-@pytest.mark.parametrize("levels", [1, 3, 40_000, 2**32 - 1])
-@pytest.mark.parametrize(("pools", "budget", "tiles"), [(262_144, 512, None), (262_144, 512, 700), (131_071, 3000, 90)])
-def test_the_best_of_random_bits(pools: int, budget: int, tiles: int | None, levels: int) -> None:
-    from interpret_topk import ranking
-    from scores import select as best
-
-    rows = [ranking(pools - 999 * row, 37 * row, levels, row) for row in range(40)]
-    found = best(rows, budget, tiles=tiles, device="cuda").cpu()
-    assert torch.equal(found, torch.stack([row.best(budget, 0) for row in rows]))
-
-
 def test_nothing_waits_for_the_device() -> None:
     call = glm_call("normal")
     bounds = call.layout.bounds(call.position_S)
@@ -193,19 +189,10 @@ def test_compressed_keys_have_the_bits_of_the_cpu() -> None:
     layout = layout_of([[(0, 3001)], [(2, 1500), (1500, 2999)]], num_tokens=3001, pool_size=4)
     key, gate = torch.randn(2, 3001, 2, DIM)
     gate *= torch.logspace(-2, 2, DIM)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        gate[torch.rand(gate.shape) < 0.01] = value
     inputs = key.bfloat16(), gate.bfloat16(), torch.randn(4, DIM)
-    there = TRITON.compress(*map(moved, inputs), moved(layout))
-    assert torch.equal(there.cpu(), torch_compress(*inputs, layout))
-
-
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs a CUDA device")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_no_lane_is_out_of_bounds_or_ahead(tool: str) -> None:
-    """What a dropped mask or barrier would show: in a process of its own, over ragged rows in several blocks."""
-    program = (
-        "import test_triton_selection as t; c = t.glm_call('plateau', every=900);"
-        "t.select(c, t.smallest(c)); t.select(c); t.torch.cuda.synchronize()"
-    )
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    there, here = TRITON.compress(*map(moved, inputs), moved(layout)).cpu(), torch_compress(*inputs, layout)
+    assert 0.01 < here.isnan().float().mean() < 0.2
+    assert torch.equal(there.isnan(), here.isnan())
+    assert torch.equal(there.nan_to_num(7.0), here.nan_to_num(7.0))

@@ -14,11 +14,11 @@ from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.head_exchange import PIECES_HELD
 from mcore_dsa.hf_config import shown
 from mcore_dsa.rows import PackWork, RowPartition, check_ranks, partition_rows
-from mcore_dsa.settings import DEFAULT_BYTES, AttendShard, Partition
+from mcore_dsa.settings import DEFAULT_BYTES, AttendShard, Kernels, Partition
 from mcore_dsa.sharded import OVERLAP_ROWS
-from mcore_dsa.work import Held, check_request
+from mcore_dsa.work import Held, backend_named, check_request
 
-_INT32 = _FP32 = 4
+_INT32 = 4
 # Bytes a second of one H200, by NVIDIA's data sheet: of its memory, and of NVLink in one direction.
 MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 4.8e12, 450e9
 
@@ -30,13 +30,15 @@ class AttentionRank:
     Attributes:
         rows: rows it attends. tokens: those that they attend, summed.
         forward_flops, backward_flops: of products alone; backward computes the logits anew.
-        forward_memory_bytes: latents that rows gather from memory, each row's once for all heads.
-        backward_memory_bytes: those twice, and what each contributes to its latent's gradient, in fp32, written and
-            read, as Triton's kernels do; nothing of it stays in a cache.
+        forward_memory_bytes, backward_memory_bytes: of latents, copies of them and what contributes to their gradients,
+            as the backend moves them (`Backend.attend_traffic`): a row's once for all heads of the rank, and from one
+            row or step to the next nothing stays in a cache.
         forward_received_bytes, backward_received_bytes: from other ranks: selections (by heads; those of forward are
             among the selection's own), or queries, outputs and their gradients.
-        saved_bytes: kept for backward: queries and latents, and the selection of own rows.
-        peak_bytes: scratch of a pass at most, beside what comes in and goes out and the fp32 sum of latent gradients.
+        saved_bytes: kept for backward: queries and latents, the selection of own rows, and what the backend keeps, with
+            Triton the output (by heads that which goes on to the next step) and a number a row and head.
+        peak_bytes: scratch of a pass at most, beside what comes in, goes out and is kept, and the fp32 sum of latent
+            gradients.
     """
 
     rows: int
@@ -71,6 +73,7 @@ def attention_work(
     shard: AttendShard,
     context_size: int = 1,
     elem_bytes: int = 2,
+    kernels: Kernels = "torch",
     attend_bytes: int = DEFAULT_BYTES,
 ) -> tuple[AttentionRank, ...]:
     """The parts of all ranks of a tensor-parallel group, in rank order, for one pack of documents of `lengths` tokens.
@@ -82,25 +85,24 @@ def attention_work(
     """
     check_request(lengths, geometry, context_size)
     _check_sizes(shard, group_size, elem_bytes, attend_bytes)
-    heads, channels, tail = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.index_kpool_always_select_tail
+    heads, channels = geometry.num_attention_heads, geometry.kv_lora_rank
     if heads % group_size:
         raise ValueError(f"group_size is {group_size}; accepted are divisors of {heads}, the attention heads")
     work = PackWork(tuple(lengths), geometry.index_kpool, geometry.pool_budget)
-
-    def attended_before(row: int) -> int:
-        return work.pool_size * work.selected_pairs_before(row) + (work.tail_tokens_before(row) if tail else 0)
-
-    held = Held.of(work, context_size, attended_before)
+    held = _held(work, context_size, geometry.index_kpool_always_select_tail)
     sizes = {"pool_size": work.pool_size, "budget": work.budget}
     selected = partition_rows(partition, held.rows, group_size, work.lengths, **sizes)
     rows_cut = RowPartition.contiguous(held.rows, group_size) if selected.is_replicated else selected
-    row = heads // group_size * channels * elem_bytes
+    backend, row = backend_named(kernels), heads // group_size * channels * elem_bytes
+    forward, backward = backend.attend_traffic(elem_bytes)
     parts = []
     for rank in range(group_size):
         own = rows_cut.rows_of(rank)
         slices = rows_cut.slices(rank) if shard == "rows" else (range(held.rows),)
         tokens = sum(held.attended_before(part.stop) - held.attended_before(part.start) for part in slices)
-        product = 2 * channels * tokens * (heads if shard == "rows" else heads // group_size)
+        attended, own_heads = sum(map(len, slices)), heads if shard == "rows" else heads // group_size
+        product = 2 * channels * tokens * own_heads
+        saved = attended * backend.saved_row_bytes(heads=own_heads, channels=channels, elem_bytes=elem_bytes)
         if shard == "rows":
             arriving, returning = (group_size - 1) * own * row, (held.rows - own) * row
             received, kept = (arriving + returning, 2 * arriving + returning), own
@@ -108,20 +110,27 @@ def attention_work(
             received, kept = (_gathered(selected, work.budget),) * 2, selected.rows_of(rank)
         parts.append(
             AttentionRank(
-                rows=sum(map(len, slices)),
+                rows=attended,
                 tokens=tokens,
                 # Logits and mixture; logits, gradients of weights and of queries, and twice those of latents.
                 forward_flops=2 * product,
                 backward_flops=5 * product,
-                forward_memory_bytes=tokens * channels * elem_bytes,
-                backward_memory_bytes=2 * tokens * channels * (elem_bytes + _FP32),
+                forward_memory_bytes=tokens * channels * forward,
+                backward_memory_bytes=tokens * channels * backward,
                 forward_received_bytes=received[0],
                 backward_received_bytes=received[1],
-                saved_bytes=held.rows * (row + channels * elem_bytes) + kept * work.budget * _INT32,
+                saved_bytes=held.rows * (row + channels * elem_bytes) + kept * work.budget * _INT32 + saved,
                 peak_bytes=attend_bytes + (_exchanging(rows_cut, row, attend_bytes) if shard == "rows" else 0),
             )
         )
     return tuple(parts)
+
+
+def _held(work: PackWork, context_size: int, tail: bool) -> Held:
+    def attended_before(row: int) -> int:
+        return work.pool_size * work.selected_pairs_before(row) + (work.tail_tokens_before(row) if tail else 0)
+
+    return Held.of(work, context_size, attended_before)
 
 
 def _check_sizes(shard: AttendShard, group_size: int, elem_bytes: int, attend_bytes: int) -> None:

@@ -53,7 +53,9 @@ def compress_keys(key_TBD: Tensor, gate_TBD: Tensor, ape_JD: Tensor, layout: Poo
     check_floating("gate_TBD", gate_TBD, tuple(key_TBD.shape))
     check_floating("ape_JD", ape_JD, (layout.pool_size, key_TBD.shape[-1]))
     check_device(layout.device, key_TBD=key_TBD, gate_TBD=gate_TBD, ape_JD=ape_JD)
-    return resolve("auto", Target.of(layout.device, key_TBD.dtype)).compress(key_TBD, gate_TBD, ape_JD, layout)
+    return resolve("auto", Target.of(layout.device, key_TBD.dtype, pool_size=layout.pool_size)).compress(
+        key_TBD, gate_TBD, ape_JD, layout
+    )
 
 
 @uncompiled
@@ -147,7 +149,7 @@ def sparse_attention(
     on a CPU rounds its result, here the logits, to bf16. The gradient of a key adds what its rows contribute in row
     order, if rows of a document come in token order; else those that see fewer pools, in steps of powers of two, come
     first. A row takes slots for the pools that it sees, not for the whole budget. A kv that is not contiguous is copied
-    once, outside the budget.
+    once, outside the budget, and on a GPU so are queries and output gradients.
 
     Raises: TypeError or ValueError for an argument of another kind, a budget too small for one row of every sample, ids
     that are not ascending, an id that is not a visible complete pool of its row, and, where gradients are needed, an
@@ -165,7 +167,7 @@ def sparse_attention(
             position_S=position_S,
         )
     call = AttentionCall(layout, layout.bounds(position_S), float(softmax_scale), always_select_tail, attend_bytes)
-    backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
+    backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC, layout.pool_size))
     return attend(q_SBHC, kv_TBC.contiguous(), selection_BSK, call, backend=backend)
 
 

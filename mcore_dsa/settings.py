@@ -58,7 +58,7 @@ _COUNT_ACCEPTED = "whole numbers below 2**31, 0 for never"
 _VERIFY_ACCEPTED = "off, on, and whole numbers of rows below 2**31"
 
 _BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_BYTES_ACCEPTED = "positive whole numbers of bytes below 2**63, as 67108864, or with a unit: B, KiB, MiB or GiB"
+BYTES_ACCEPTED = "positive whole numbers of bytes below 2**63, as 67108864, or with a unit: B, KiB, MiB or GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +159,8 @@ def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int
     default = default_bytes(device_bytes)
     return Settings(
         partition=_read(environ, PARTITION_VARIABLE, _PARTITION_WORDS.__getitem__, _PARTITIONS_ACCEPTED, "off"),
-        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, default),
-        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, default),
+        score_bytes=_read(environ, SCORE_BYTES_VARIABLE, parse_bytes, BYTES_ACCEPTED, default),
+        attend_bytes=_read(environ, ATTEND_BYTES_VARIABLE, parse_bytes, BYTES_ACCEPTED, default),
         attend_shard=_read(
             environ,
             ATTEND_SHARD_VARIABLE,
@@ -171,7 +171,7 @@ def read_settings(environ: Mapping[str, str] | None = None, *, device_bytes: int
         overlap=_read(environ, OVERLAP_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
         kernels=_read(environ, KERNELS_VARIABLE, _KERNELS_WORDS.__getitem__, "auto, torch and triton", "auto"),
         store=_read(environ, STORE_VARIABLE, _SWITCH.__getitem__, "1 and 0", True),
-        store_bytes=_read(environ, STORE_BYTES_VARIABLE, _parse_bytes, _BYTES_ACCEPTED, DEFAULT_STORE_BYTES),
+        store_bytes=_read(environ, STORE_BYTES_VARIABLE, parse_bytes, BYTES_ACCEPTED, DEFAULT_STORE_BYTES),
         drift_every=_read(environ, DRIFT_VARIABLE, _parse_count, _COUNT_ACCEPTED, DEFAULT_DRIFT_EVERY),
         verify=_read(environ, VERIFY_VARIABLE, _parse_verify, _VERIFY_ACCEPTED, 0),
     )
@@ -212,7 +212,8 @@ def bytes_text(size: int) -> str:
     return f"{size}B"
 
 
-def _parse_bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
+    """A size as the settings accept it, in lower case. Raises: LookupError for any other text."""
     # Nineteen digits hold 2**63 - 1.
     match = re.fullmatch(r"([0-9]{1,19}) *([a-z]*)", text)
     if match is None:

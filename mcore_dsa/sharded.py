@@ -141,7 +141,7 @@ def sparse_attention_sharded(
             compared |= {"softmax_scale": softmax_scale, "always_select_tail": always_select_tail}
             compared |= {"budget": selection_BOK.shape[2], "attend_bytes": attend_bytes}
             compared |= _described(plan, q_SBHC=q_SBHC, kv_TBC=kv_TBC) | _values(kv_TBC=kv_TBC)
-        backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC))
+        backend = resolve("auto", Target.of_attention(q_SBHC, kv_TBC, layout.pool_size))
     return attend(
         q_SBHC,
         kv_TBC.contiguous(),

@@ -275,7 +275,7 @@ class IndexerState:
             token_I1D[kept[0], 0] = recent_BRD[kept[1], kept[2]]
         layout = _pools_in_a_row(len(pool_X), pool_size, device)
         sample, pool = torch.stack([sample_X, pool_X]).to(device, non_blocking=True)
-        backend = resolve("auto", Target.of(device, key_I1D.dtype))
+        backend = resolve("auto", Target.of(device, key_I1D.dtype, pool_size=pool_size))
         self._pool_key_BPD[sample, pool] = backend.compress(key_I1D, gate_I1D, self._ape_JD, layout)[:, 0]
 
     def _bounds(self, valid_BS: Tensor) -> RowBounds:

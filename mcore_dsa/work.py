@@ -14,12 +14,12 @@ from typing import get_args
 
 import torch
 
-from mcore_dsa.backends import resolve
+from mcore_dsa.backends import Backend, resolve
 from mcore_dsa.checks import check_bytes, check_positive, check_sequence
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
 from mcore_dsa.rows import PackWork, RowPartition, check_ranks, overlap, partition_rows
-from mcore_dsa.settings import DEFAULT_BYTES, Partition
+from mcore_dsa.settings import DEFAULT_BYTES, Kernels, Partition
 from mcore_dsa.sharded import GATHERS_HELD, OVERLAP_ROWS
 
 _INT32 = _FP32 = 4
@@ -139,21 +139,22 @@ def selection_work(
     partition: Partition,
     context_size: int = 1,
     elem_bytes: int = 2,
+    kernels: Kernels = "torch",
     score_bytes: int = DEFAULT_BYTES,
     device: str = "cuda",
 ) -> SelectionWork:
     """The work of selecting for one pack of documents of `lengths` tokens, as the attention module runs it.
 
-    `elem_bytes` is an element of the model's dtype. FLOPs are of scored pairs, `2 * heads * dim` each, tile padding not
-    among them. Received: keys and gates of other ranks' rows, then their queries and head weights where rows move (all
-    of them with "off"), then their selections, padded.
+    `elem_bytes` is an element of the model's dtype; `kernels` and `score_bytes` tell the scratch. FLOPs are of scored
+    pairs, `2 * heads * dim` each, tile padding not among them. Received: keys and gates of other ranks' rows, then
+    their queries and head weights where rows move (all of them with "off"), then their selections, padded.
 
     Under context parallelism a rank has chunks c and `2 * CP - 1 - c` of each document, and the keys of all: the ranks
     are those of the tensor-parallel group with the most scored pairs.
 
     Raises: TypeError for arguments of another kind; ValueError for lengths or sizes that `PackWork` and `RowPartition`
-    refuse, for a document whose length is no multiple of `2 * context_size`, and for a partition that is none of
-    `CONTEXT_PARTITIONS` with more than one.
+    refuse, for `kernels` other than "torch" and "triton", for a document whose length is no multiple of
+    `2 * context_size`, and for a partition that is none of `CONTEXT_PARTITIONS` with more than one.
     """
     check_request(lengths, geometry, context_size)
     check_positive("elem_bytes", elem_bytes)
@@ -170,7 +171,7 @@ def selection_work(
         partition, held.rows, group_size, work.lengths, pool_size=geometry.index_kpool, budget=budget
     )
     longest, pools = max(work.lengths, default=0) // geometry.index_kpool, work.rows // geometry.index_kpool
-    backend, key_row = resolve(), 2 * dim * elem_bytes
+    backend, key_row = backend_named(kernels), 2 * dim * elem_bytes
     scratch = backend.select_bytes(torch.device(device), heads, dim, budget, longest, score_bytes)
     pool_keys = pools * dim * elem_bytes
     sizes = _Sizes(
@@ -229,6 +230,13 @@ def best_partition(
     bound = _EVEN_ENOUGH * min(work.busiest_over_mean for work in candidates)
     even = [work for work in candidates if work.busiest_over_mean <= bound]
     return min(even, key=lambda work: sum(rank.received_bytes for rank in work.ranks)).partition
+
+
+def backend_named(kernels: Kernels) -> Backend:
+    """The backend of that name, wherever it can run."""
+    if kernels not in ("torch", "triton"):
+        raise ValueError(f"kernels is {shown(kernels)}; accepted are 'torch' and 'triton'")
+    return resolve(kernels)
 
 
 def check_request(lengths: Sequence[int], geometry: DsaGeometry, context_size: int) -> None:

@@ -179,6 +179,7 @@ def _row_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
             "partition": draw(st.sampled_from(PARTITIONS)),
             "context_size": 1,
             "elem_bytes": 2,
+            "kernels": draw(st.sampled_from(("torch", "triton"))),
             "score_bytes": 2**20,
         },
         attention_work: {
@@ -189,6 +190,7 @@ def _row_calls(draw: st.DrawFn) -> tuple[Any, dict[str, Any]]:
             "shard": draw(st.sampled_from(("heads", "rows", "both", None))),
             "context_size": 1,
             "elem_bytes": 2,
+            "kernels": draw(st.sampled_from(("torch", "triton"))),
             "attend_bytes": 2**20,
         },
         best_partition: {"lengths": lengths, "geometry": geometry, "group_size": 2, "context_size": 1},

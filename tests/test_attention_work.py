@@ -20,12 +20,13 @@ from mcore_dsa import DsaGeometry, PoolLayout
 from mcore_dsa.attention_work import LINK_BYTES_PER_S, MEMORY_BYTES_PER_S, attention_work, best_shard
 from mcore_dsa.rows import PackWork, partition_rows
 from mcore_dsa.selection_gather import SelectionGather
-from mcore_dsa.settings import AttendShard, Partition
+from mcore_dsa.settings import AttendShard, Kernels, Partition
 from mcore_dsa.sharded import OVERLAP_ROWS, sparse_attention_sharded
 
 FLASH = Path(__file__).parents[1] / "configs" / "glm-5.3-flash.json"
 KINDS: tuple[Partition, ...] = ("off", "contiguous", "zigzag", "balanced")
 SHARDS: tuple[AttendShard, ...] = ("heads", "rows")
+KERNELS: tuple[Kernels, ...] = ("torch", "triton")
 
 
 def geometry(**sizes: Any) -> DsaGeometry:
@@ -161,7 +162,8 @@ def test_what_is_read_is_cut_by_rows() -> None:
     """The figures of one document of 524,288 tokens on eight ranks."""
     flash = DsaGeometry.from_config(FLASH)
     by_heads, by_rows = (
-        attention_work([524288], flash, group_size=8, partition="zigzag", shard=shard) for shard in SHARDS
+        attention_work([524288], flash, group_size=8, partition="zigzag", shard=shard, kernels="triton")
+        for shard in SHARDS
     )
     assert by_heads[0].forward_memory_bytes == pytest.approx(1.1e12, rel=0.01)
     assert by_heads[0].backward_memory_bytes == pytest.approx(6.6e12, rel=0.01)
@@ -174,11 +176,25 @@ def test_what_is_read_is_cut_by_rows() -> None:
     assert rank.transfer_seconds == moved / MEMORY_BYTES_PER_S + received / LINK_BYTES_PER_S
 
 
+@pytest.mark.parametrize("shard", SHARDS)
+def test_memory_is_that_of_the_kernels(shard: AttendShard) -> None:
+    """Torch copies what it gathers and reads it product by product; Triton keeps outputs and sums for backward."""
+    options: dict[str, Any] = {"group_size": 4, "partition": "zigzag", "shard": shard}
+    for lengths in ([96], [40, 3, 20]):
+        of_torch, of_triton = (attention_work(lengths, geometry(), kernels=name, **options) for name in KERNELS)
+        for ours, theirs in zip(of_triton, of_torch, strict=True):
+            heads = 12 if shard == "rows" else 3
+            assert ours.saved_bytes - theirs.saved_bytes == ours.rows * heads * (16 * 2 + 4)
+            elements = ours.tokens * 16
+            assert (ours.forward_memory_bytes, theirs.forward_memory_bytes) == (2 * elements, 10 * elements)
+            assert (ours.backward_memory_bytes, theirs.backward_memory_bytes) == (12 * elements, 44 * elements)
+
+
 def test_the_best_cut_follows_the_lengths() -> None:
     flash = DsaGeometry.from_config(FLASH)
 
     def best(lengths: list[int], ranks: int, **options: Any) -> AttendShard:
-        sizes: dict[str, Any] = {"group_size": ranks, "partition": "zigzag", **options}
+        sizes: dict[str, Any] = {"group_size": ranks, "partition": "zigzag", "kernels": "triton", **options}
         return best_shard({shard: attention_work(lengths, flash, shard=shard, **sizes) for shard in SHARDS})
 
     assert best([524288], 8) == best([65536], 2) == best([524288], 8, context_size=2) == "rows"

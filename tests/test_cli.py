@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from mcore_dsa import DsaGeometry
 from mcore_dsa.attention_work import attention_work
 from mcore_dsa.cli import main
+from mcore_dsa.settings import bytes_text
 from mcore_dsa.tp_plan import DsaTpPlan
 from mcore_dsa.work import CONTEXT_PARTITIONS, best_partition, selection_work
 
@@ -72,7 +73,7 @@ def test_work_is_the_work_model_s(tmp_path: Path, lengths: list[int]) -> None:
     selection = plan("--config", FLASH, "--tp", 8, "--seq", 65536, "--segments", file)["selection"]
     geometry = DsaGeometry.from_config(FLASH)
     works = {
-        kind or "off": selection_work(lengths, geometry, group_size=8, partition=kind)
+        kind: selection_work(lengths, geometry, group_size=8, partition=kind, kernels="triton", score_bytes=8 << 30)
         for kind in ("off", "contiguous", "zigzag", "balanced")
     }
     assert selection["partitions"].keys() == works.keys()
@@ -104,7 +105,8 @@ def test_both_cuts_of_the_attention_are_the_work_models() -> None:
     geometry = DsaGeometry.from_config(FLASH)
     assert attention["partition"] == "zigzag"
     for shard, entry in attention["shards"].items():
-        work = attention_work([65536], geometry, group_size=8, partition="zigzag", shard=shard)
+        sizes = {"group_size": 8, "partition": "zigzag", "kernels": "triton", "attend_bytes": 8 << 30}
+        work = attention_work([65536], geometry, shard=shard, **sizes)
         assert entry["ranks"] == [vars(rank) for rank in work]
         assert entry["transfer_seconds"] == max(rank.transfer_seconds for rank in work)
     assert attention["best"] == "rows"
@@ -114,6 +116,38 @@ def test_both_cuts_of_the_attention_are_the_work_models() -> None:
     )
     assert rows.startswith("by rows (best)")
     assert heads.split()[-1] == f"{1e3 * attention['shards']['heads']['transfer_seconds']:.1f}"
+
+
+@pytest.mark.parametrize(
+    ("words", "kernels", "device", "budget"),
+    [
+        ((), "triton", 139 << 30, 8 << 30),
+        (("--device-bytes", "80GiB"), "triton", 80 << 30, 4 << 30),
+        (("--kernels", "torch", "--device-bytes", "1MiB"), "torch", 1 << 20, 256 << 20),
+    ],
+)
+def test_what_is_assumed_is_said(words: tuple[str, ...], kernels: str, device: int, budget: int) -> None:
+    words = ("--config", FLASH, "--tp", "2", "--seq", "4096", *words)
+    report = plan(*words)
+    assert report["assumed"] == {
+        "kernels": kernels,
+        "device_bytes": device,
+        "score_bytes": budget,
+        "attend_bytes": budget,
+    }
+    assert report["attention"]["shards"]["heads"]["ranks"][0]["peak_bytes"] == budget
+    first = f"Assumed: {kernels} kernels in BF16 on CUDA devices of {bytes_text(device)}, where {bytes_text(budget)} of"
+    assert first in command("plan", *words)[1]
+
+
+def test_a_geometry_that_triton_does_not_take_runs_in_torch(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config()))
+    words = ("plan", "--config", str(file), "--tp", "2", "--seq", "256")
+    assert plan(*words[1:])["assumed"]["kernels"] == "torch"
+    status, _, err = command(*words, "--kernels", "triton")
+    assert status == 2
+    assert "--kernels is triton and dim is 20; accepted are multiples of 16 up to 128" in err
 
 
 def test_one_rank_saves_nothing() -> None:

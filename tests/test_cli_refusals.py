@@ -127,6 +127,8 @@ COUNT = "accepted is an integer >= 1, of at most 18 digits"
         (["plan", "--config", FLASH, "--tp", "-1", "--seq", "8"], "mcore-dsa plan", f"--tp: '-1'; {COUNT}"),
         (["plan", "--config", FLASH, "--tp", "2", "--seq", 5000 * "9"], "mcore-dsa plan", COUNT),
         (["plan", "--config", FLASH, "--tp", "2", "--seq", "8", "--partition", "odd"], "mcore-dsa plan", "'odd'"),
+        (["plan", "--config", FLASH, "--tp", "2", "--seq", "8", "--kernels", "odd"], "mcore-dsa plan", "'odd'"),
+        (["plan", "--config", FLASH, "--tp", "2", "--seq", "8", "--device-bytes", "9GB"], "mcore-dsa plan", "'9GB'"),
         (["plan", "--config", FLASH, "--tp", "2", "--seq", "8", "--fast"], "mcore-dsa plan", "--fast"),
         (["verify"], "mcore-dsa verify", "required: path"),
     ],

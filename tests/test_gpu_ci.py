@@ -31,6 +31,17 @@ def test_every_test_is_skipped_with_what_it_needs() -> None:
     assert {reason for _, reason in skipped} == {"needs a CUDA device", "needs two CUDA devices, there are 0"}
 
 
+def test_the_script_runs_every_file_in_the_order_of_the_page() -> None:
+    """And stops at the first that fails: what rests on nothing else stands in front."""
+    script = (ROOT / "gpu_ci" / "run.sh").read_text()
+    (names,) = re.findall(r"^tests=\((.*)\)$", script, flags=re.MULTILINE)
+    assert names.split()[:3] == ["triton_selection", "triton_attention", "sanitizer"]
+    assert sorted(f"test_{name}.py" for name in names.split()) == sorted(
+        p.name for p in (ROOT / "gpu_ci").glob("test_*")
+    )
+    assert 'pytest "${files[@]/%/.py}" -x' in script
+
+
 def test_the_script_fails_without_a_device() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
     command = ["bash", "gpu_ci/run.sh"]

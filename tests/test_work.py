@@ -16,6 +16,8 @@ from recorder import Recorder
 
 from mcore_dsa import DsaGeometry, PoolLayout, select_pools_sharded
 from mcore_dsa.backends import SelectionCounters
+from mcore_dsa.backends.torch import TorchBackend
+from mcore_dsa.backends.triton import TritonBackend
 from mcore_dsa.collectives import exchange_rows, gather_rows, traffic
 from mcore_dsa.functions import compress_keys
 from mcore_dsa.rows import partition_rows
@@ -122,6 +124,21 @@ def test_peak_bytes_are_those_of_a_real_run() -> None:
         assert all(told >= held for told, held in zip(modelled, real, strict=True)), (kind, modelled, real)
         # And not by far below: the bytes of scores are a bound, of which kernels and ties at the cut use the rest.
         assert max(real) >= 0.7 * max(modelled), (kind, modelled, real)
+
+
+def test_scratch_is_that_of_the_kernels() -> None:
+    flash, budget = DsaGeometry.from_config(FLASH), 8 << 30
+    options = {"group_size": 8, "partition": "zigzag", "score_bytes": budget}
+    of_torch, of_triton = (
+        selection_work([524_288], flash, kernels=kernels, **options).ranks[0].peak_bytes
+        for kernels in ("torch", "triton")
+    )
+    sizes = (torch.device("cuda"), 32, 128, 512, 131_072, budget)
+    torchs, tritons = (backend.select_bytes(*sizes) for backend in (TorchBackend, TritonBackend))
+    assert of_torch - of_triton == torchs - tritons
+    assert torchs != tritons
+    with pytest.raises(ValueError, match=r"^kernels is 'auto'; accepted are 'torch' and 'triton'$"):
+        selection_work([4096], flash, kernels="auto", **options)
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=20), st.integers(1, 16))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,7 +12,11 @@ from torch import Tensor
 from mcore_dsa.backends.protocol import Backend
 from mcore_dsa.backends.torch import TorchBackend
 from mcore_dsa.backends.triton import TritonBackend
+from mcore_dsa.kernels.tiles import MOST_HEADS
 from mcore_dsa.settings import KERNELS_VARIABLE, Kernels
+
+# Tokens of a pool: the most that the kernels are compiled for, and looked at, without a card.
+MOST_POOL_SIZE = 16
 
 _TORCH: Backend = TorchBackend()
 _TRITON: Backend = TritonBackend()
@@ -30,6 +33,7 @@ class Target:
         dtypes: of queries and keys.
         heads, dim: of the index queries; None where nothing is scored.
         channels: of the latents; None where nothing is attended.
+        pool_size: of the pools; None where nothing is compressed or attended.
     """
 
     device_type: str
@@ -39,10 +43,11 @@ class Target:
     heads: int | None = None
     dim: int | None = None
     channels: int | None = None
+    pool_size: int | None = None
 
     @classmethod
-    def of(cls, device: torch.device, *dtypes: torch.dtype, **sizes: int) -> Target:
-        """`sizes` are `heads`, `dim` and `channels`."""
+    def of(cls, device: torch.device, *dtypes: torch.dtype, **sizes: int | None) -> Target:
+        """`sizes` are `heads`, `dim`, `channels` and `pool_size`."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return cls(device.type, capability, _triton_version(), dtypes, **sizes)
 
@@ -52,8 +57,8 @@ class Target:
         return cls.of(q_SBHD.device, q_SBHD.dtype, pool_key_PBD.dtype, heads=heads, dim=dim)
 
     @classmethod
-    def of_attention(cls, q_SBHC: Tensor, kv_TBC: Tensor) -> Target:
-        return cls.of(q_SBHC.device, q_SBHC.dtype, kv_TBC.dtype, channels=kv_TBC.shape[2])
+    def of_attention(cls, q_SBHC: Tensor, kv_TBC: Tensor, pool_size: int) -> Target:
+        return cls.of(q_SBHC.device, q_SBHC.dtype, kv_TBC.dtype, channels=kv_TBC.shape[2], pool_size=pool_size)
 
 
 @dataclass(frozen=True)
@@ -97,23 +102,24 @@ def choose(kernels: Kernels, target: Target) -> Choice:
 
 def triton_refusal(target: Target) -> str:
     """Why Triton's kernels cannot run on a target, in one sentence; empty where they can."""
-    known = re.match(r"3\.([0-9]+)\.", target.triton or "")
     if target.device_type != "cuda":
         return f"device is {target.device_type}; accepted is cuda"
-    if target.capability is None or target.capability < (9, 0):
-        return f"compute capability is {target.capability}; accepted is (9, 0) or more"
+    if target.capability is None or target.capability[0] not in (9, 10):
+        return f"compute capability is {target.capability}; accepted are (9, x) and (10, x)"
     if target.triton is None:
-        return "Triton is not installed; accepted is 3.6 or 3.7"
-    if known is None or int(known[1]) not in (6, 7):
-        return f"Triton is {target.triton}; accepted is 3.6 or 3.7"
+        return "Triton is not installed; accepted is 3.7"
+    if not target.triton.startswith("3.7."):
+        return f"Triton is {target.triton}; accepted is 3.7"
     if set(target.dtypes) != {torch.bfloat16}:
         return f"dtype is {', '.join(sorted({str(dtype) for dtype in target.dtypes}))}; accepted is torch.bfloat16"
-    if target.heads is not None and not 1 <= target.heads <= 64:
-        return f"heads is {target.heads}; accepted are 1 to 64"
+    if target.heads is not None and not 1 <= target.heads <= MOST_HEADS:
+        return f"heads is {target.heads}; accepted are 1 to {MOST_HEADS}"
     if target.dim is not None and target.dim not in range(16, 129, 16):
         return f"dim is {target.dim}; accepted are multiples of 16 up to 128"
     if target.channels is not None and target.channels > 512:
         return f"channels is {target.channels}; accepted are at most 512"
+    if target.pool_size is not None and target.pool_size > MOST_POOL_SIZE:
+        return f"pool_size is {target.pool_size}; accepted are at most {MOST_POOL_SIZE}"
     return ""
 
 

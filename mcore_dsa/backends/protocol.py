@@ -129,3 +129,9 @@ class Backend(Protocol):
 
     def smallest_attend_bytes(self, *, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
         """The least `attend_bytes` that `attend` accepts for rows of `slots` tokens."""
+
+    def saved_row_bytes(self, *, heads: int, channels: int, elem_bytes: int) -> int:
+        """Bytes of what `attend` returns for backward, of a row of one sample."""
+
+    def attend_traffic(self, elem_bytes: int) -> tuple[int, int]:
+        """Bytes that forward and backward move in a GPU's memory for a channel of each token that a row attends."""

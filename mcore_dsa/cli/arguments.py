@@ -13,10 +13,11 @@ from jsonargparse import ArgumentParser
 from mcore_dsa import __version__
 from mcore_dsa.cli.outcome import Outcome
 from mcore_dsa.hf_config import shown
-from mcore_dsa.settings import Partition
+from mcore_dsa.settings import BYTES_ACCEPTED, Kernels, Partition, parse_bytes
 
 _PROGRAM = "mcore-dsa"
 _CONFIG = "config.json of the checkpoint, or its folder"
+_H200_BYTES = 139 * 2**30
 
 
 class CommandLineError(ValueError):
@@ -127,6 +128,14 @@ def _count(value: object) -> int:
     return int(text)
 
 
+def _bytes(value: object) -> int:
+    text = str(value)
+    try:
+        return parse_bytes(text.strip().lower())
+    except LookupError:
+        raise ArgumentTypeError(f"{shown(text)}; accepted are {BYTES_ACCEPTED}") from None
+
+
 def _parser(prog: str, description: str) -> ArgumentParser:
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="answer with one line of JSON on stdout, errors too")
@@ -137,8 +146,8 @@ def _plan_parser(prog: str) -> ArgumentParser:
     parser = _parser(
         prog,
         "The 14 tensors of a DSA layer on each tensor-parallel rank, and what selecting costs each of "
-        "them in one forward of one layer: FLOPs of scored pairs, bytes received, bytes held at the peak (BF16, tiles "
-        "of a CUDA device, default budgets). Nothing is run.",
+        "them in one forward of one layer: FLOPs of scored pairs, bytes received, bytes held at the peak (BF16, on "
+        "CUDA devices of --device-bytes, under the budgets that are default there). Nothing is run.",
     )
     parser.add_argument("--config", type=str, required=True, help=_CONFIG)
     parser.add_argument("--tp", type=_count, required=True, help="tensor-parallel ranks")
@@ -164,6 +173,18 @@ def _plan_parser(prog: str) -> ArgumentParser:
         choices=get_args(Partition),
         default=None,
         help="whose ranks to list; by default the best, with --cp above 1 contiguous",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=get_args(Kernels),
+        default="auto",
+        help="whose scratch and traffic to count; by default triton where that takes the geometry, else torch",
+    )
+    parser.add_argument(
+        "--device-bytes",
+        type=_bytes,
+        default=_H200_BYTES,
+        help="memory of a rank's device, as 80GiB, which the default budgets follow; by default 139GiB, an H200's",
     )
     parser.add_argument("--plot", type=str, default=None, help="file for a picture of the work of each rank")
     return parser

@@ -8,11 +8,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
 
+import torch
+
 from mcore_dsa.attention_work import attention_work, best_shard
+from mcore_dsa.backends import Target, choose
+from mcore_dsa.backends.choice import triton_refusal
 from mcore_dsa.cli.outcome import WIDTH, Outcome, table
 from mcore_dsa.geometry import DsaGeometry
 from mcore_dsa.hf_config import shown
-from mcore_dsa.settings import AttendShard, Partition
+from mcore_dsa.settings import AttendShard, Kernels, Partition, bytes_text, default_bytes
 from mcore_dsa.tp_plan import DsaTpPlan
 from mcore_dsa.work import CONTEXT_PARTITIONS, best_partition, selection_work
 
@@ -27,7 +31,15 @@ _LATENT_BYTES = 2
 
 
 def plan(
-    config: str, tp: int, cp: int, seq: int, segments: str | None, partition: Partition | None, plot: str | None
+    config: str,
+    tp: int,
+    cp: int,
+    seq: int,
+    segments: str | None,
+    partition: Partition | None,
+    kernels: Kernels,
+    device_bytes: int,
+    plot: str | None,
 ) -> Outcome:
     """The plan of one layer; see the command's help for the arguments.
 
@@ -37,16 +49,18 @@ def plan(
     lengths = _lengths(seq, segments)
     if seq // geometry.index_kpool >= _POOLS:
         raise ValueError(f"--seq is {seq}; accepted are fewer than {_POOLS} pools of {geometry.index_kpool} tokens")
-    selection = _selection(geometry, lengths, tp, cp, partition)
+    assumed = _assumed(geometry, kernels, device_bytes)
+    selection = _selection(geometry, lengths, tp, cp, partition, assumed)
     report: Report = {
         "config": config,
         "tp": tp,
         "cp": cp,
         "seq": seq,
         "documents": len(lengths),
+        "assumed": assumed,
         **_weights(geometry, tp),
         "selection": selection,
-        "attention": _attention(geometry, lengths, tp, cp, selection["partition"]),
+        "attention": _attention(geometry, lengths, tp, cp, selection["partition"], assumed),
         "latents": _latents(geometry, seq, cp),
     }
     if plot is not None:
@@ -97,7 +111,36 @@ def _weights(geometry: DsaGeometry, tp: int) -> Report:
     return {"tensors": tensors, "bytes": sizes, "needs_output_all_reduce": first.needs_output_all_reduce}
 
 
-def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, partition: Partition | None) -> Report:
+def _assumed(geometry: DsaGeometry, kernels: Kernels, device_bytes: int) -> Report:
+    """What runs on devices that the kernels are for, and what it may take there unless the settings say otherwise."""
+    choice = choose(kernels, target := _target(geometry))
+    if choice.fault:
+        raise ValueError(f"--kernels is triton and {triton_refusal(target)}")
+    budget = default_bytes(device_bytes)
+    return {
+        "kernels": choice.backend.name,
+        "device_bytes": device_bytes,
+        "score_bytes": budget,
+        "attend_bytes": budget,
+    }
+
+
+def _target(geometry: DsaGeometry) -> Target:
+    return Target(
+        "cuda",
+        (9, 0),
+        "3.7.0",
+        (torch.bfloat16,),
+        heads=geometry.index_n_heads,
+        dim=geometry.index_head_dim,
+        channels=geometry.kv_lora_rank,
+        pool_size=geometry.index_kpool,
+    )
+
+
+def _selection(
+    geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, partition: Partition | None, assumed: Report
+) -> Report:
     kinds = get_args(Partition) if cp == 1 else CONTEXT_PARTITIONS
     if partition is not None and partition not in kinds:
         accepted = " and ".join(kinds)
@@ -106,11 +149,9 @@ def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, 
     if uneven:
         raise ValueError(f"a document is {uneven[0]} tokens; accepted is, with --cp {cp}, a multiple of {2 * cp}")
     best = best_partition(lengths, geometry, group_size=tp, context_size=cp)
+    options: Report = {"group_size": tp, "context_size": cp, **_of(assumed, "score_bytes")}
     ranks = {
-        kind: [
-            asdict(rank)
-            for rank in selection_work(lengths, geometry, group_size=tp, partition=kind, context_size=cp).ranks
-        ]
+        kind: [asdict(rank) for rank in selection_work(lengths, geometry, partition=kind, **options).ranks]
         for kind in kinds
     }
     unsharded = max(rank["flops"] for rank in ranks[_OFF])
@@ -121,8 +162,14 @@ def _selection(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, 
     }
 
 
-def _attention(geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, partition: Partition) -> Report:
-    options: Report = {"group_size": tp, "partition": partition, "context_size": cp}
+def _of(assumed: Report, budget: str) -> Report:
+    return {"kernels": assumed["kernels"], budget: assumed[budget]}
+
+
+def _attention(
+    geometry: DsaGeometry, lengths: Sequence[int], tp: int, cp: int, partition: Partition, assumed: Report
+) -> Report:
+    options: Report = {"group_size": tp, "partition": partition, "context_size": cp, **_of(assumed, "attend_bytes")}
     shards = {shard: attention_work(lengths, geometry, shard=shard, **options) for shard in get_args(AttendShard)}
     return {
         "best": best_shard(shards),
@@ -163,11 +210,20 @@ def _text(report: Report) -> str:
     return "\n\n".join(
         [
             fill(title, WIDTH, break_long_words=False),
+            _assumed_text(report["assumed"]),
             *_weights_text(report),
             *_selection_text(report["selection"]),
             _attention_text(report["attention"]),
             _latents_text(report["latents"]),
         ]
+    )
+
+
+def _assumed_text(assumed: Report) -> str:
+    device, scores, attention = (bytes_text(assumed[f"{name}_bytes"]) for name in ("device", "score", "attend"))
+    return (
+        f"Assumed: {assumed['kernels']} kernels in BF16 on CUDA devices of {device}, where {scores} of scores\n"
+        f"in flight and {attention} of attention in flight are the default"
     )
 
 

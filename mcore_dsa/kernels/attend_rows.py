@@ -14,12 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mcore_dsa.kernels.items import find_pools, load_item
+from mcore_dsa.kernels.items import POINTERS, find_pools, load_item
 
 HEADS = 16
 # With more, an SM holds one program instead of two: the forward takes 196 registers, queries' gradients 186 (sm_90a).
 SLOTS = 32
 GRAD_SLOTS = 16
+
+
+def grad_warps(pool_size: int) -> int:
+    """Warps of a program of `query_grad_kernel`: four, where a pool is one token, spill 144 bytes (sm_90a)."""
+    return 8 if pool_size == 1 else 4
+
 
 INTEGERS = ["rows", "batch", "budget", "heads"]
 
@@ -70,7 +76,7 @@ def store_heads(base_ptr, line, used, value, C: tl.constexpr, C_PADDED: tl.const
     tl.store(base_ptr + line[:, None] * C + channel[None, :], value.to(base_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 def attend_kernel(
     q_ptr, kv_ptr, selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr,
     out_ptr, norm_ptr,
@@ -114,7 +120,7 @@ def attend_kernel(
     tl.store(norm_ptr + line, peak + tl.log2(norm), mask=head < heads)
 
 
-@triton.jit(do_not_specialize=INTEGERS)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 def query_grad_kernel(
     q_ptr, kv_ptr, selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr,
     out_ptr, norm_ptr, out_grad_ptr, q_grad_ptr, delta_ptr,
@@ -122,7 +128,7 @@ def query_grad_kernel(
     J: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, OPERAND: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, and `delta`, the sum over an item's tokens of weights x their gradients.
+    """Gradients of queries, unless there is no pointer, and `delta`, the sum of weights x their gradients.
 
     A weight's logit has the gradient `weight * (its gradient - delta)`. The loop takes `guess` for `delta`, the product
     of the output and its gradient: they differ by the output's rounding alone. `delta` is summed beside it, and what
@@ -154,11 +160,13 @@ def query_grad_kernel(
         weights = tl.where(used[:, None], tl.exp2(logits - norm[None, :]), 0.0)
         weight_grad = tl.dot(kv, tl.trans(out_grad), input_precision="ieee")
         delta += tl.sum(weights * weight_grad, 0)
-        mixed = add_product(mixed, tl.trans(kv), weights * (weight_grad - guess[None, :]), SPLIT)
-    # Read once more, and volatile, lest the compiler keep it in registers through the loop.
-    out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32, VOLATILE=True)
-    q_grad = (tl.trans(mixed) - (delta - guess)[:, None] * out) * (scale * 0.6931471805599453)
-    # A row without tokens has no gradient, whatever comes to its output.
-    q_grad = tl.where((norm == float("-inf"))[:, None], 0.0, q_grad)
-    store_heads(q_grad_ptr, line, head < heads, q_grad, C, C_PADDED)
+        if q_grad_ptr is not None:
+            mixed = add_product(mixed, tl.trans(kv), weights * (weight_grad - guess[None, :]), SPLIT)
     tl.store(delta_ptr + line, delta, mask=head < heads)
+    if q_grad_ptr is not None:
+        # Read once more, and volatile, lest the compiler keep it in registers through the loop.
+        out = load_matrix(out_ptr, line, head < heads, C, C_PADDED, tl.float32, VOLATILE=True)
+        q_grad = (tl.trans(mixed) - (delta - guess)[:, None] * out) * (scale * 0.6931471805599453)
+        # A row without tokens has no gradient, whatever comes to its output.
+        q_grad = tl.where((norm == float("-inf"))[:, None], 0.0, q_grad)
+        store_heads(q_grad_ptr, line, head < heads, q_grad, C, C_PADDED)

@@ -15,17 +15,21 @@ import triton
 import triton.language as tl
 
 from mcore_dsa.kernels.attend_rows import add_product, load_latents, load_matrix
-from mcore_dsa.kernels.items import find_pools, load_item
+from mcore_dsa.kernels.items import POINTERS, find_pools, load_item
 
-# With more of either, an SM holds fewer programs.
+# With more, an SM holds fewer programs.
 GRAD_HEADS = 16
-CELL_SLOTS = 16
 COLUMNS = 64
+# Tokens of a cell that a program adds up: 16 of 512 channels spill on sm_100, and 4 are the published pool.
+CELL_TOKENS = 4
 # Behind every cell.
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["from_item", "tiles", "width", "rows", "batch", "budget", "heads"])
+@triton.jit(
+    do_not_specialize=["from_item", "tiles", "width", "rows", "batch", "budget", "heads"],
+    do_not_specialize_on_alignment=POINTERS,
+)
 def slot_grad_kernel(
     q_ptr, kv_ptr, selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr,
     norm_ptr, out_grad_ptr, delta_ptr, slot_grad_ptr,
@@ -67,7 +71,10 @@ def slot_grad_kernel(
     tl.store(slot_grad_ptr + line[None, :] * C + channel[:, None], total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["from_item", "columns", "rows", "batch", "budget", "tokens"])
+@triton.jit(
+    do_not_specialize=["from_item", "columns", "rows", "batch", "budget", "tokens"],
+    do_not_specialize_on_alignment=POINTERS,
+)
 def cell_kernel(
     selection_ptr, position_ptr, first_ptr, visible_ptr, tail_ptr, cell_ptr,
     from_item, columns, rows, batch, budget, tokens,
@@ -86,23 +93,28 @@ def cell_kernel(
         tl.store(cell_ptr + here * columns + column, cell.to(tl.int32), mask=column < columns)
 
 
-@triton.jit(do_not_specialize=["count", "from_item", "columns", "width", "tokens", "batch"])
+@triton.jit(
+    do_not_specialize=["count", "from_item", "columns", "width", "tokens", "batch"],
+    do_not_specialize_on_alignment=["position_ptr"],
+)
 def add_kernel(
     cell_ptr, entry_ptr, slot_grad_ptr, position_ptr, sum_ptr,
     count, from_item, columns, width, tokens, batch,
-    J: tl.constexpr, J_2: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+    J: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Add to a cell's tokens what the columns that attend it contribute, the first of them first.
+    """Add to `TOKENS` of a cell's tokens what the columns that attend it contribute, the first of them first.
 
-    Cells stand sorted, and with each the column it is of, numbered `item * columns + column`. The program of a cell's
-    first entry goes through all of them.
+    Cells stand sorted, and with each the column it is of, numbered `item * columns + column`. The programs of a cell's
+    first entry go through all of them.
     """
-    entry = tl.program_id(0)
+    parts: tl.constexpr = (J + TOKENS - 1) // TOKENS
+    entry = tl.program_id(0) // parts
     cell = tl.load(cell_ptr + entry)
     before = tl.load(cell_ptr + entry - 1, mask=entry > 0, other=NOWHERE)
     if (cell == NOWHERE) | (cell == before):
         return
-    j, channel = tl.arange(0, J_2), tl.arange(0, C_PADDED)
+    j = tl.program_id(0) % parts * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.arange(0, C_PADDED)
     sample, token = cell // tokens, cell % tokens + j
     place = sum_ptr + (token.to(tl.int64) * batch + sample)[:, None] * C + channel[None, :]
     mine = (channel < C)[None, :] & (j < J)[:, None]

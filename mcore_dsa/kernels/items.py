@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mcore_dsa.kpool import PoolLayout, RowBounds
 
+# Pointers of `Items`: a piece of a call's rows begins anywhere, and need not be compiled for anew.
+POINTERS = ["selection_ptr", "position_ptr", "first_ptr", "visible_ptr", "tail_ptr"]
 # Subnormal numbers are kept.
 OPTIONS = {"num_stages": 2, "enable_reflect_ftz": False}
 
@@ -95,7 +97,7 @@ def find_pools(selection_ptr, column, columns, first, visible):
     return rank, (rank >= 0) & ((rank < visible) | (column == columns))
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "budget"])
+@triton.jit(do_not_specialize=["rows", "batch", "budget"], do_not_specialize_on_alignment=POINTERS)
 def fault_kernel(
     selection_ptr, first_ptr, visible_ptr, fault_ptr, rows, batch, budget, COLUMNS: tl.constexpr
 ):  # fmt: skip

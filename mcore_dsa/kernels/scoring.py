@@ -19,23 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Registers decide the shape: 8 rows of 32 heads on 64 pools leave room for two programs a multiprocessor of sm_90.
-POOLS = 64
-GROUP = 32
-PAIR_HEADS = 256
-MOST_ROWS = 8
+from mcore_dsa.kernels.tiles import GROUP, POOLS, rows_of_tile
+
 # Tiles that a program scores: their keys are 8 times the bytes of its queries.
 CHUNK = 32
 
 # Leaves room for the programs' chunks behind it.
 _NEVER = tl.constexpr(0x3FFFFFFF)
 _COUNTS = ["at", "spot", "rows", "row_tiles", "batch", "sample", "pools", "budget", "begin", "tiles", "width", "head"]
-
-
-def rows_of_tile(heads: int) -> int:
-    """Rows of a tile, so that with their heads they make `PAIR_HEADS` columns of the product."""
-    rows: int = min(MOST_ROWS, PAIR_HEADS // triton.next_power_of_2(heads))
-    return rows
 
 
 def constants(heads: int, dim: int, use_relu: bool) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mcore_dsa.kernels.scoring import GROUP, POOLS, Block
+from mcore_dsa.kernels.scoring import Block
+from mcore_dsa.kernels.tiles import GROUP, POOLS
 
 # Values a program has in hand: at most 2**16 - 1, for two counts of them share an int32.
 BLOCK = 1024

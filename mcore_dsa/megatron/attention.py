@@ -85,6 +85,7 @@ class KPoolDSAttention(MegatronModule):
             heads=self.indexer.heads,
             dim=self.indexer.head_dim,
             channels=config.kv_lora_rank,
+            pool_size=config.dsa_indexer_kpool,
         )
         kernels = choose(self.settings.kernels.value, target)
         if self.tp_group.size() == 1 and self.cp_group is None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # What a program may have on every architecture compiled for: shared memory in bytes, columns of tensor memory.
@@ -64,3 +66,34 @@ def compile_for(
 
 def _exempt(parameter: Any) -> bool:
     return bool(parameter.do_not_specialize_on_alignment)
+
+
+class Driver:
+    """Stands where a GPU's driver would: calls are bound and compiled as there, and launched nowhere."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def binaries_of_calls(capability: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
+    """From here on nothing is launched: what calls compile, by the kernel's name."""
+    built: dict[str, set[int]] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **options: Any) -> Any:
+        binary = run(self, *args, **{**options, "warmup": True})
+        built.setdefault(self.__name__, set()).add(id(binary))
+        return binary
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(capability))
+    return built

@@ -7,13 +7,19 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
-from ahead import MATRIX, MOST_SHARED, MOST_TMEM, Binary, compile_for
+from ahead import MATRIX, MOST_SHARED, MOST_TMEM, Binary, binaries_of_calls, compile_for
 
-from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, query_grad_kernel
-from mcore_dsa.kernels.attend_slots import CELL_SLOTS, COLUMNS, GRAD_HEADS, add_kernel, cell_kernel, slot_grad_kernel
+from mcore_dsa.backends import AttentionCall
+from mcore_dsa.backends.choice import MOST_POOL_SIZE
+from mcore_dsa.backends.triton import attend as triton_attention
+from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, grad_warps, query_grad_kernel
+from mcore_dsa.kernels.attend_slots import CELL_TOKENS, COLUMNS, GRAD_HEADS, add_kernel, cell_kernel, slot_grad_kernel
 from mcore_dsa.kernels.items import OPTIONS, fault_kernel
+from mcore_dsa.kernels.tiles import CELL_SLOTS
+from mcore_dsa.kpool import PoolLayout
 
 BF16 = ("q_ptr", "kv_ptr", "out_ptr", "out_grad_ptr", "q_grad_ptr")
 FP32 = ("norm_ptr", "delta_ptr", "sum_ptr", "slot_grad_ptr")
@@ -34,7 +40,9 @@ PRODUCTS: dict[str, tuple[Any, dict[str, Any], dict[int, tuple[int, int]]]] = {
     ),
 }
 OTHERS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "add": (add_kernel, SIZES | {"J_2": 4}, 4),
+    "add": (add_kernel, SIZES | {"TOKENS": CELL_TOKENS}, 4),
+    "add alone": (add_kernel, SIZES | {"J": 1, "TOKENS": 1}, 4),
+    "add many": (add_kernel, SIZES | {"J": MOST_POOL_SIZE, "TOKENS": CELL_TOKENS}, 4),
     "cells": (cell_kernel, {"J": 4, "TAIL": True, "COLUMNS": COLUMNS}, 1),
     "faults": (fault_kernel, {"COLUMNS": 128}, 1),
 }
@@ -88,14 +96,39 @@ def test_others(name: str, capability: int) -> None:
     assert not re.findall(r"\b(?:atom|red)\.", binary.ptx)
 
 
-@pytest.mark.parametrize("channels", [20])
+@pytest.mark.parametrize(
+    ("capability", "pool_size", "channels"), [(90, 3, 20), (90, 1, 512), (100, MOST_POOL_SIZE, 512)]
+)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_other_geometries(name: str, channels: int) -> None:
+def test_other_geometries(name: str, capability: int, pool_size: int, channels: int) -> None:
     kernel, constants, _ = PRODUCTS[name]
-    sizes = {"J": 3, "C": channels, "C_PADDED": triton.next_power_of_2(channels)}
-    binary = compiled(90, kernel, constants | sizes)
+    sizes = {"J": pool_size, "C": channels, "C_PADDED": triton.next_power_of_2(channels)}
+    warps = grad_warps(pool_size) if name == "query_grad" else 4
+    binary = compiled(capability, kernel, constants | sizes, warps)
     check_limits(binary)
+    assert warps * binary.programs(warps) >= 8
     assert binary.count(*MATRIX) > 0
+
+
+def test_one_binary_whatever_the_size_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows, budgets and samples, and of a piece of a call's rows, whose bounds begin on no multiple of 16 bytes."""
+    built = binaries_of_calls(90, monkeypatch)
+    channels = 32
+    for begin, end, batch, budget in ((0, 60, 2, 8), (1, 40, 1, 7), (3, 4, 1, 1), (16, 32, 1, 16)):
+        layout = PoolLayout.dense(60, pool_size=4, batch=batch)
+        bounds = layout.bounds(torch.arange(60)).take(slice(begin, end))
+        selection = torch.full((batch, 60, budget), -1, dtype=torch.int32)[:, begin:end]
+        call = AttentionCall(layout, bounds, 0.3, True, 1 << 28)
+        q, kv = torch.zeros(end - begin, batch, 8, channels).bfloat16(), torch.zeros(60, batch, channels).bfloat16()
+        triton_attention.selection_faults(selection, call)
+        saved = triton_attention.attend(q, kv, selection, call, torch.empty_like(q))
+        sums = torch.zeros(60 * batch + 1, channels)
+        triton_attention.attend_backward(q, kv, selection, call, saved, q, torch.empty_like(q), sums)
+    kernels = ("fault_kernel", "attend_kernel", "query_grad_kernel", "slot_grad_kernel", "cell_kernel", "add_kernel")
+    assert {name: len(binaries) for name, binaries in built.items()} == dict.fromkeys(kernels, 1)
+    # Without gradients of queries another one.
+    triton_attention.attend_backward(q, kv, selection, call, saved, q, None, sums)
+    assert len(built["query_grad_kernel"]) == 2
 
 
 def test_what_is_looked_for_is_found() -> None:

@@ -19,6 +19,7 @@ import torch
 from attend_bounds import error_bounds
 from attend_cases import Case, assert_equal
 from draw import poisoned
+from strict_interpreter import backwards
 
 KERNELS = ("items", "attend_rows", "attend_slots")
 DRIVER = "mcore_dsa.backends.triton.attend"
@@ -73,6 +74,18 @@ def backward_of_tiles() -> None:
 
 def backward_of_a_tile_of_tail() -> None:
     within(Case.random([[(0, 23)]], 23, heads=1, budget=4).rows(torch.tensor([22])), 3)
+
+
+def backward_of_parts() -> None:
+    """Of pools of five tokens, of which a program adds up four; pools that the tokens end in."""
+    case = Case.random([[(0, 14)], [(1, 13)]], 14, heads=1, channels=20, budget=1, pool_size=5)
+    within(case.rows(torch.tensor([9, 11, 13])), 3)
+
+
+def backward_backwards() -> None:
+    """Forward, what a program writes into the lines of those behind it is written over."""
+    with backwards():
+        within(packs(), 3)
 
 
 def in_bf16() -> None:
@@ -206,11 +219,50 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "what rows before came to is lost": (
         "attend_slots",
         "total = tl.load(place, mask=mine & (token < tokens)[:, None], other=0.0)",
-        "total = tl.zeros([J_2, C_PADDED], tl.float32)",
+        "total = tl.zeros([TOKENS, C_PADDED], tl.float32)",
         in_pieces,
     ),
     "every column is the first": ("attend_slots", "column % columns * J", "0", backward),
     "every entry is of the first row": ("attend_slots", "item = column // columns", "item = column * 0", backward),
+    "every part is the first": ("attend_slots", "% parts * TOKENS", "% parts * 0", backward_of_parts),
+    "a cell has one part": ("attend_slots", "tl.program_id(0) // parts", "tl.program_id(0)", backward_of_parts),
+    "tokens past the last are read": ("attend_slots", "mine & (token < tokens)[:, None]", "mine", backward_of_parts),
+    "norms of heads that are not there": (
+        "attend_rows",
+        "peak + tl.log2(norm), mask=head < heads)",
+        "peak + tl.log2(norm))",
+        backward_backwards,
+    ),
+    "delta of heads that are not there": (
+        "attend_rows",
+        "tl.store(delta_ptr + line, delta, mask=head < heads)",
+        "tl.store(delta_ptr + line, delta)",
+        backward_backwards,
+    ),
+    "heads that are not there are stored": (
+        "attend_rows",
+        "mask = used[:, None] & (channel < C)[None, :]",
+        "mask = (used[:, None] | True) & (channel < C)[None, :]",
+        backward_backwards,
+    ),
+    "channels that are not there are stored": (
+        "attend_rows",
+        "mask = used[:, None] & (channel < C)[None, :]",
+        "mask = used[:, None] & (channel >= 0)[None, :]",
+        backward_backwards,
+    ),
+    "channels of a slot that are not there": (
+        "attend_slots",
+        "mask = used[None, :] & (channel < C)[:, None]",
+        "mask = used[None, :] & (channel >= 0)[:, None]",
+        backward_backwards,
+    ),
+    "columns that are not there have cells": (
+        "attend_slots",
+        "mask=column < columns)",
+        "mask=column >= 0)",
+        backward_backwards,
+    ),
 }
 
 
@@ -224,7 +276,7 @@ def test_the_kernels_pass(check: Check) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_wrong_line_is_seen(name: str, tmp_path: Path) -> None:
     module, line, wrong, check = MUTATIONS[name]
-    source = Path(str(sys.modules[f"mcore_dsa.kernels.{module}"].__file__)).read_text(encoding="utf-8")
+    source = Path(str(importlib.import_module(f"mcore_dsa.kernels.{module}").__file__)).read_text(encoding="utf-8")
     assert line in source
     path = tmp_path / f"{module}.py"
     path.write_text(source.replace(line, wrong), encoding="utf-8")
@@ -249,8 +301,8 @@ def fails(check: Check, module: str, path: Path) -> bool:
 def install(module: str, path: Path) -> None:
     """Load a module in the place of the package's, and anew what imports it."""
     for name in KERNELS[KERNELS.index(module) :]:
-        sys.modules.pop(f"mcore_dsa.kernels.{name}")
-    sys.modules.pop(DRIVER)
+        sys.modules.pop(f"mcore_dsa.kernels.{name}", None)
+    sys.modules.pop(DRIVER, None)
     spec = spec_from_file_location(f"mcore_dsa.kernels.{module}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -19,11 +19,14 @@ from draw import Call, layout_of, numbers
 from interpret_selection import TORCH, check_orders, select
 from interpret_topk import ranking
 from scores import Ranking
+from strict_interpreter import backwards
 
 from mcore_dsa.backends import SelectionCounters
 from mcore_dsa.backends.torch.compress import compress_keys as torch_compress
 from mcore_dsa.backends.triton import select as selecting
+from mcore_dsa.backends.triton.scratch import smallest_score_bytes
 from mcore_dsa.kernels import compress, scoring, topk
+from mcore_dsa.kernels.tiles import POOLS
 from mcore_dsa.kpool import PoolLayout
 
 MODULES = {"scoring": scoring, "topk": topk, "compress": compress}
@@ -41,6 +44,19 @@ def the_best(kernels: dict[str, ModuleType]) -> None:
         assert torch.equal(scores.select(rows, budget, tiles=tiles, first_pool_id=7), expected)
 
 
+def the_best_backwards(kernels: dict[str, ModuleType]) -> None:
+    """Forward, what a program writes into the lines of those behind it is written over."""
+    rows = [ranking(300, 5, 3, 1), ranking(9, 1, 2, 3), ranking(290, 70, 9, 2)]
+    for tiles in (None, 3):
+        with backwards():
+            assert torch.equal(scores.select(rows, 40, tiles=tiles), torch.stack([row.best(40, 0) for row in rows]))
+
+
+def scored_backwards(kernels: dict[str, ModuleType]) -> None:
+    with backwards():
+        scored(kernels)
+
+
 def the_best_of_many(kernels: dict[str, ModuleType]) -> None:
     """More groups than a program has in hand at a time."""
     for row, budget in ((ranking(36_000, 3, 2**32 - 1, 4), 700), (ranking(36_000, 3, 1, 4), 1100)):
@@ -55,13 +71,13 @@ def scored(kernels: dict[str, ModuleType]) -> None:
     q, weights, key = numbers("special", len(position), 300, 2, 3, 16, seed=5)
     call = Call(q.bfloat16(), weights, key.bfloat16(), segments, layout, position, 40)
     expected, _ = select(TORCH, call)
-    for score_bytes in (1 << 24, selecting.smallest_score_bytes(3, 40)):
+    for score_bytes in (1 << 24, smallest_score_bytes(3, 40)):
         assert torch.equal(selected(call, score_bytes), expected)
 
 
 def scored_far(kernels: dict[str, ModuleType]) -> None:
     """A row of more tiles than a program has."""
-    pools = (scoring.CHUNK + 2) * scoring.POOLS
+    pools = (scoring.CHUNK + 2) * POOLS
     layout, position = layout_of([[(0, pools)]], num_tokens=pools, pool_size=1), torch.tensor([pools - 1])
     q, weights, key = numbers("plateau", 1, pools, 1, 4, 16, seed=6)
     call = Call(q.bfloat16(), weights, key.bfloat16(), [[(0, pools)]], layout, position, 900)
@@ -107,7 +123,17 @@ def compressed(kernels: dict[str, ModuleType]) -> None:
 
 
 Check = Callable[[dict[str, ModuleType]], None]
-CHECKS: tuple[Check, ...] = (the_best, the_best_of_many, scored, scored_far, scored_out_of_order, ordered, compressed)
+CHECKS: tuple[Check, ...] = (
+    the_best,
+    the_best_of_many,
+    the_best_backwards,
+    scored,
+    scored_backwards,
+    scored_far,
+    scored_out_of_order,
+    ordered,
+    compressed,
+)
 
 # Name: module, line, what stands in its place, and what sees it.
 MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
@@ -209,6 +235,42 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
         "- first // POOLS - begin, tiles)",
         "- first // POOLS - begin - 1, tiles)",
         the_best,
+    ),
+    "rows that take all write on": (
+        "topk",
+        "tl.store(out_ptr + place, pool_id, mask=place < budget)",
+        "tl.store(out_ptr + place, pool_id)",
+        the_best_backwards,
+    ),
+    "groups behind what was kept": (
+        "topk",
+        "mask=item // GROUP + group < head // GROUP",
+        "mask=item + group >= 0",
+        the_best_backwards,
+    ),
+    "every strip has the first one's bounds": (
+        "scoring",
+        "tl.load(visible_ptr + spot + place",
+        "tl.load(visible_ptr + spot - at + place",
+        scored,
+    ),
+    "every strip has the first one's weights": (
+        "scoring",
+        "weights_ptr += at.to(tl.int64)",
+        "weights_ptr += 0 * at.to(tl.int64)",
+        scored,
+    ),
+    "scores of other rows' tiles": (
+        "scoring",
+        "order, mask=mine[None, :])",
+        "order, mask=(mine | True)[None, :])",
+        scored_backwards,
+    ),
+    "maxima of other rows' tiles": (
+        "scoring",
+        "peak, mask=mine[None, :])",
+        "peak, mask=(mine | True)[None, :])",
+        scored_backwards,
     ),
     "one more than is seen": ("topk", "place < visible, first_pool_id", "place <= visible, first_pool_id", the_best),
     "pools count from 0": ("topk", "block_id = first_pool_id + (", "block_id = (", the_best),

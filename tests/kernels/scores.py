@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.kernels import topk
-from mcore_dsa.kernels.scoring import GROUP, POOLS, Block
+from mcore_dsa.kernels.scoring import Block
+from mcore_dsa.kernels.tiles import GROUP, POOLS
 
 POISON = 2**32 - 1
 

@@ -26,6 +26,19 @@ class TorchBackend:
     smallest_attend_bytes = staticmethod(smallest_attend_bytes)
 
     @staticmethod
+    def saved_row_bytes(*, heads: int, channels: int, elem_bytes: int) -> int:
+        return 0
+
+    @staticmethod
+    def attend_traffic(elem_bytes: int) -> tuple[int, int]:
+        """Latents are copied, and read by each product; what they contribute is summed in fp32, product by product.
+
+        Narrow operands take two products where weights are one of them (`products.weigh`).
+        """
+        parts = 2 if elem_bytes < 4 else 1
+        return (3 + parts) * elem_bytes, (4 + parts) * elem_bytes + 4 * parts * 4
+
+    @staticmethod
     def fingerprint(device: torch.device, heads: int, dim: int) -> str:
         scores, keys = tile_fingerprint(device, heads, dim), key_fingerprint(compress_keys, device, dim)
         return f"{device.type}, {tile_for(device, heads)}, scores {scores:08x}, pool keys {keys:08x}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_dsa.backends.protocol import AttentionCall, SelectionCounters
+from mcore_dsa.backends.triton.scratch import smallest_attend_bytes, smallest_score_bytes, strip_for
 from mcore_dsa.kpool import PoolLayout, RowBounds
 
 
@@ -46,7 +47,7 @@ class TritonBackend:
 
         with _current(layout.device):
             if bounds.max_visible > budget:
-                probe(layout.device, *q_SBHD.shape[2:])
+                probe(layout.device, *q_SBHD.shape[2:], use_relu)
             return select_pools(
                 q_SBHD,
                 weights_SBH,
@@ -109,21 +110,25 @@ class TritonBackend:
 
     @staticmethod
     def select_bytes(device: torch.device, heads: int, dim: int, budget: int, pools: int, score_bytes: int) -> int:
-        from mcore_dsa.backends.triton.select import strip_for
-
         return strip_for(heads, budget, score_bytes, pools=pools).workspace.nbytes
 
     @staticmethod
     def smallest_score_bytes(device: torch.device, heads: int, dim: int, budget: int) -> int:
-        from mcore_dsa.backends.triton.select import smallest_score_bytes
-
         return smallest_score_bytes(heads, budget)
 
     @staticmethod
     def smallest_attend_bytes(*, batch: int, heads: int, channels: int, dtype: torch.dtype, slots: int) -> int:
-        from mcore_dsa.backends.triton.attend import smallest_attend_bytes
-
         return smallest_attend_bytes(batch=batch, channels=channels, slots=slots)
+
+    @staticmethod
+    def saved_row_bytes(*, heads: int, channels: int, elem_bytes: int) -> int:
+        """The output, and the logarithm of each head's sum."""
+        return heads * (channels * elem_bytes + 4)
+
+    @staticmethod
+    def attend_traffic(elem_bytes: int) -> tuple[int, int]:
+        """Latents; those twice, and what each contributes to its gradient, written and read in fp32."""
+        return elem_bytes, 2 * elem_bytes + 2 * 4
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -3,7 +3,8 @@
 Letters of shapes: `mcore_dsa/__init__.py`. Forward keeps a number a head and row, the logarithm of its sum of
 exponentials, and its output. Backward goes over the rows twice: for the gradients of queries
 (`kernels/attend_rows.py`), and some rows at a time for those of latents (`kernels/attend_slots.py`). No float is added
-atomically, no unused slot costs work, and nothing waits for the device.
+atomically, and no unused slot costs work. Nothing waits for the device, but in backward for the rows' bounds where they
+are not on the host yet (`RowBounds.on_host`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_dsa.backends.protocol import AttentionCall
-from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, query_grad_kernel
-from mcore_dsa.kernels.attend_slots import CELL_SLOTS, COLUMNS, GRAD_HEADS, add_kernel, cell_kernel, slot_grad_kernel
+from mcore_dsa.backends.triton.scratch import attend_workspace, smallest_attend_bytes
+from mcore_dsa.kernels.attend_rows import GRAD_SLOTS, HEADS, SLOTS, attend_kernel, grad_warps, query_grad_kernel
+from mcore_dsa.kernels.attend_slots import (
+    CELL_TOKENS,
+    COLUMNS,
+    GRAD_HEADS,
+    add_kernel,
+    cell_kernel,
+    slot_grad_kernel,
+)
 from mcore_dsa.kernels.items import Items, find_faults, launch
 from mcore_dsa.kernels.operands import on_16_bytes
-from mcore_dsa.workspace import Buffer, Workspace
+from mcore_dsa.kernels.tiles import CELL_SLOTS
 
 LOG2_E = 1.4426950408889634
 # A tile of latents, a mixture of as many channels a head: what fits the registers of one program.
@@ -33,17 +42,13 @@ def selection_faults(selection_BSK: Tensor, call: AttentionCall) -> Tensor:
     return find_faults(_items(selection_BSK, call))
 
 
-def smallest_attend_bytes(*, batch: int, channels: int, slots: int) -> int:
-    """Backward of one row of every sample."""
-    return _workspace(batch, slots + 1, slots, channels).nbytes
-
-
 def attend(
     q_SBHC: Tensor, kv_TBC: Tensor, selection_BSK: Tensor, call: AttentionCall, out_SBHC: Tensor
 ) -> tuple[Tensor, ...]:
     """As `Backend.attend`, for bf16 queries and latents; under Triton's interpreter fp32 as well.
 
-    Beyond `attend_bytes`: the number a head and row that forward keeps, and another in backward.
+    Beyond `attend_bytes`: the number a head and row that forward keeps, and another in backward; copies of queries,
+    latents and output gradients that are strided or begin elsewhere than at a multiple of 16 bytes.
 
     Raises: TypeError for other dtypes; ValueError for more channels than 512, and too small an `attend_bytes`.
     """
@@ -76,14 +81,13 @@ def attend_backward(
     items = _items(selection_BSK, call)
     q, kv, out_grad = (on_16_bytes(x) for x in (q_SBHC, kv_TBC, out_grad_SBHC))
     delta_SBH = torch.empty_like(norm_SBH)
-    # `delta` comes with it, whoever asks.
-    q_grad = torch.empty_like(q) if q_grad_SBHC is None else q_grad_SBHC
-    assert q_grad.is_contiguous()
+    assert q_grad_SBHC is None or q_grad_SBHC.is_contiguous()
     launch(
         query_grad_kernel,
         len(items) * triton.cdiv(q.shape[2], HEADS),
-        *(q, kv, *items.pointers, out_SBHC, norm_SBH, out_grad, q_grad, delta_SBH),
+        *(q, kv, *items.pointers, out_SBHC, norm_SBH, out_grad, q_grad_SBHC, delta_SBH),
         *(*items.sizes, q.shape[2], call.softmax_scale * LOG2_E),
+        num_warps=grad_warps(call.layout.pool_size),
         **items.constants | _constants(kv) | {"HEADS": HEADS, "SLOTS": GRAD_SLOTS},
     )
     if sum_XC is not None:
@@ -98,9 +102,9 @@ def _add_latent_grads(call: AttentionCall, items: Items, of_rows: tuple[Tensor, 
     # Of these columns and slots, no row fills more.
     columns = min(budget, call.bounds.max_visible) + 1
     slots = (columns - 1) * call.layout.pool_size + _tail_slots(call)
-    one = _workspace(batch, columns, slots, channels).nbytes
+    one = attend_workspace(batch, columns, slots, channels).nbytes
     step = min(rows, call.attend_bytes // one)
-    held = _workspace(batch * step, columns, slots, channels).allocate(kv.device)
+    held = attend_workspace(batch * step, columns, slots, channels).allocate(kv.device)
     cell, slot_grad = held["cell_IK"], held["slot_grad_IWC"]
     tiles = slot_grad.shape[1] // CELL_SLOTS
     for row in range(0, rows, max(step, 1)):
@@ -115,27 +119,18 @@ def _add_latent_grads(call: AttentionCall, items: Items, of_rows: tuple[Tensor, 
         arguments = *items.pointers, cell, first, columns, *items.sizes, tokens
         launch(cell_kernel, count, *arguments, num_warps=1, COLUMNS=COLUMNS, **items.constants)
         sorted_X, entry_X = cell[:count].flatten().sort(stable=True)
-        sizes = {"J": call.layout.pool_size, "J_2": triton.next_power_of_2(call.layout.pool_size)}
+        pool_size = call.layout.pool_size
+        of_a_program = min(CELL_TOKENS, triton.next_power_of_2(pool_size))
         launch(
             add_kernel,
-            len(sorted_X),
+            len(sorted_X) * triton.cdiv(pool_size, of_a_program),
             *(sorted_X, entry_X, slot_grad, items.position_S, sum_XC),
             *(len(sorted_X), first, columns, slot_grad.shape[1], tokens, batch),
-            **sizes | {"C": channels, "C_PADDED": triton.next_power_of_2(channels)},
+            J=pool_size,
+            TOKENS=of_a_program,
+            C=channels,
+            C_PADDED=triton.next_power_of_2(channels),
         )
-
-
-def _workspace(items: int, columns: int, slots: int, channels: int) -> Workspace:
-    """The scratch of backward for some items; linear in them."""
-    width = triton.cdiv(max(slots, 1), CELL_SLOTS) * CELL_SLOTS
-    return Workspace(
-        {
-            "slot_grad_IWC": Buffer((items, width, channels), torch.float32),
-            "cell_IK": Buffer((items, columns), torch.int32),
-            # Sorted, and their indices; CUDA works on another copy of both.
-            "sort": Buffer((items, columns, 3), torch.int64, inside=True),
-        }
-    )
 
 
 def _tail_slots(call: AttentionCall) -> int:

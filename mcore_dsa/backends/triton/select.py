@@ -15,88 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mcore_dsa.backends.protocol import SelectionCounters
-from mcore_dsa.checks import check_positive, kind_of
+from mcore_dsa.backends.triton.scratch import Strip, strip_for
+from mcore_dsa.checks import kind_of
 from mcore_dsa.kernels import scoring, topk
 from mcore_dsa.kernels.operands import on_16_bytes
-from mcore_dsa.kernels.scoring import CHUNK, GROUP, POOLS, Block
+from mcore_dsa.kernels.scoring import CHUNK, Block
+from mcore_dsa.kernels.tiles import POOLS, rows_of_tile
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.ranges import named
-from mcore_dsa.workspace import Buffer, Workspace
 
-# Rows that go through the kernels together, one program of the top-k each; a call of a sharded layer has as many.
-STRIP_ROWS = 1024
-# A strip that holds this many tiles of pools a row reads what it kept of earlier ones some percent of its time.
-_GOOD_TILES = 128
-# Kernels count a strip's elements in int32.
-_ELEMENTS = 2**31 - 1
 _NEVER = 2**62
-
-
-@dataclass(frozen=True)
-class Strip:
-    """What goes through the kernels together.
-
-    Attributes:
-        rows: at most so many.
-        tiles: tiles of pools a row that are scored before the best of them are taken.
-        head: columns before them for what is kept of earlier tiles; none where a row's tiles all fit.
-    """
-
-    rows: int
-    tiles: int
-    head: int
-
-    @property
-    def workspace(self) -> Workspace:
-        width = self.head + self.tiles * POOLS
-        return Workspace(
-            {
-                "order_RM": Buffer((self.rows, width), torch.uint32),
-                "peak_RM": Buffer((self.rows, width // GROUP), torch.uint32),
-                "column_RM": Buffer((self.rows, width), torch.int32),
-            }
-        )
-
-
-def strip_for(heads: int, budget: int, score_bytes: int, *, pools: int) -> Strip:
-    """The strip for rows that see up to `pools` pools: as many rows as hold all their tiles, or many of them.
-
-    Raises: ValueError for a budget that holds none.
-    """
-    if score_bytes < (needed := smallest_score_bytes(heads, budget)):
-        raise ValueError(f"score_bytes is {score_bytes}; accepted for this geometry is {needed} or more")
-    # A row's first pool may lie anywhere in its first tile.
-    whole = (max(pools, 1) + 2 * POOLS - 2) // POOLS
-    head, rows = _round_up(budget, GROUP), STRIP_ROWS
-    good = max(_GOOD_TILES, 4 * _least_tiles(budget))
-    while True:
-        if _tiles_held(rows, 0, score_bytes) >= whole:
-            return Strip(rows, whole, 0)
-        tiles = _tiles_held(rows, head, score_bytes)
-        if tiles >= good or rows == scoring.rows_of_tile(heads):
-            return Strip(rows, tiles, head)
-        rows = max(rows // 2, scoring.rows_of_tile(heads))
-
-
-def smallest_score_bytes(heads: int, budget: int) -> int:
-    """The least `score_bytes` that works: a tile of rows, and the fewest tiles of pools that fill the budget."""
-    check_positive("budget", budget)
-    strip = Strip(scoring.rows_of_tile(heads), _least_tiles(budget), _round_up(budget, GROUP))
-    return strip.workspace.nbytes
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _least_tiles(budget: int) -> int:
-    """Tiles in which every row that sees more than `budget` pools sees that many."""
-    return -(-budget // POOLS) + 1
-
-
-def _tiles_held(rows: int, head: int, score_bytes: int) -> int:
-    empty, one = (Strip(rows, tiles, head).workspace.nbytes for tiles in (0, 1))
-    return min((score_bytes - empty) // (one - empty), (_ELEMENTS // rows - head) // POOLS)
 
 
 def select_pools(
@@ -171,7 +99,7 @@ class _Call:
         budget = self.selection_BSK.shape[2]
         tiles_R = (first_R + visible_R + POOLS - 1) // POOLS - first_R // POOLS
         whole = int((tiles_R * (visible_R > budget)).max())
-        tile_rows = scoring.rows_of_tile(self.q_SBHD.shape[2])
+        tile_rows = rows_of_tile(self.q_SBHD.shape[2])
         for begin in range(0, max(whole, 1), strip.tiles):
             block = Block(sample, at, len(first_R), begin, strip.tiles, strip.head)
             span_T = spans(first_R, visible_R, budget, begin, strip.tiles, tile_rows)
