@@ -37,6 +37,7 @@ class SelectionContract:
         params_dtype: of the model's weights and projections.
         softmax_scale: factor of the attention's logits.
         backend: what compresses, selects and attends, with a digest of its bits on this device.
+        products: how the process multiplies fp32 matrices, projections among them.
         weights: digest of the frozen weights of this layer's indexer.
         source: `SelectionSource.identity` of where selections come from.
         documents: `SelectionPlan.documents` of the micro-batch at hand.
@@ -59,6 +60,7 @@ class SelectionContract:
     params_dtype: torch.dtype
     softmax_scale: float
     backend: str
+    products: str
     weights: str
     source: str
     documents: str = ""
@@ -116,13 +118,34 @@ def agree(
         raise ValueError(f"{about} of the query-shard group (ranks within it): " + "; ".join(problems))
 
 
-def differences(name: str, values: Sequence[str], *, first_rank: int = 0) -> list[str]:
-    """What ranks that follow one another say of one value, as a sentence; nothing where all say the same."""
+def differences(name: str, values: Sequence[str], ranks: Sequence[int] | None = None) -> list[str]:
+    """What ranks, 0 ... by default, say of one value, as a sentence; nothing where all say the same."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values, first_rank):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
     said = ", ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
     return [f"{name} is {said}; accepted is the same on every rank"] if len(ranks_of) > 1 else []
+
+
+@contextmanager
+def told_to_all(about: str, *groups: dist.ProcessGroup) -> Iterator[list[str]]:
+    """Around what a rank does by itself: what it raises, or adds to the list, is a fault that every rank raises.
+
+    All ranks have to come. In the block, nothing that can fail may stand before a collective.
+
+    Raises: as `agree`, from what the block raised.
+    """
+    faults: list[str] = []
+    raised = None
+    try:
+        yield faults
+    except Exception as error:
+        raised = error
+        faults.append(f"{type(error).__name__}: {error}")
+    try:
+        agree({}, faults, *groups, about=about)
+    except ValueError as told:
+        raise told from raised
 
 
 @contextmanager

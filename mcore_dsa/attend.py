@@ -91,7 +91,8 @@ def attend(
         selection_BSK, call: of every row; with `cut` of this rank's own rows, `q_SBHC` of every row in either case.
         kept: what backward holds in place of `selection_BSK`.
         cut: a rank's part of the gradient of the latents is then that of its rows. All ranks of its group enter both
-            passes together, and raise together for a selection with faults.
+            passes together, and in forward raise together for a selection with faults and for what one of them raises;
+            of a rank that raises in backward the others get NaN in its rows.
 
     Raises: ValueError for a selection with faults, and what `backend` refuses.
     """
@@ -125,10 +126,17 @@ class _Passes:
 
         exchange.each_piece(x, of_piece, out_SBHC)
 
-    def raise_faults(self, fault_2: Tensor) -> None:
-        if self.cut is not None:
-            fault_2 = self.cut.exchange.on_any_rank(fault_2)
-        unseen, disordered = fault_2.cpu()
+    def raise_faults(self, fault_2: Tensor, raised: Exception | None) -> None:
+        """On every rank of the cut what is wrong on any; `raised` is what ended this rank's own work."""
+        fault_3 = torch.cat([fault_2, fault_2.new_tensor([raised is not None])])
+        unseen, disordered, left = fault_3.cpu() if self.cut is None else self.cut.exchange.on_any_rank(fault_3)
+        if raised is not None:
+            raise raised
+        if bool(left):
+            raise ValueError(
+                "a rank of the query-shard group raised in the middle of a call; accepted is a call that every rank "
+                "ends: its own error says why"
+            )
         raise_if_unseen(unseen)
         if bool(disordered):
             raise ValueError("selection_BSK repeats or disorders pool ids; accepted are ascending ids, -1 behind them")
@@ -151,8 +159,12 @@ class _Attend(torch.autograd.Function):
             assert out is not None
             saved.append(passes.backend.attend(x[0], kv_TBC, selection, call, out))
 
-        passes.each_piece([q_SBHC], selection_BSK, work, out_SBHC)
-        passes.raise_faults(fault_2)
+        raised = None
+        try:
+            passes.each_piece([q_SBHC], selection_BSK, work, out_SBHC)
+        except Exception as error:
+            raised = error
+        passes.raise_faults(fault_2, raised)
         bounds = passes.call.bounds
         # Backward looks the tokens up once more, in `ctx.passes`. Saved, these tensors go by their versions: one that
         # is written in place between the passes is an error then and not a wrong gradient.

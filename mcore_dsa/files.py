@@ -114,8 +114,10 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises: FileExistsError for a `target` that exists and is not an empty folder.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"target is {target}, which is there; accepted is a new name or an empty folder")
+    # No folder takes the place of a link to one.
+    target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")

@@ -86,8 +86,8 @@ def fused_qk_topk_kpool(
         _check_fused(q, k, weights, index_topk, pool_size, gate_score, ape, key_positions, cu_seqlens_kv, fp8_indexer)
         _check_mask(mask, k, bounded=not (varlen_starts is varlen_ends is cu_seqlens_kv is None))
         layout, position = _layout_of_bounds(varlen_starts, varlen_ends, cu_seqlens_kv, q.shape[0], k, pool_size)
+        pool_key = compress_keys(k, gate_score, ape, layout)
         compared |= {"ape": form_of(ape), "always_select_tail": always_select_tail}
-    pool_key = compress_keys(k, gate_score, ape, layout)
     select = partial(select_pools_sharded, budget=index_topk // pool_size, use_relu=use_relu, agreed=agreed)
     (part,) = RowPartition.contiguous(q.shape[0], ranks).slices(rank)
     own = slice(part.start, part.stop)

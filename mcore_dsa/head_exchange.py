@@ -79,7 +79,8 @@ class HeadExchange:
                 whose rows and heads go where they belong in `out_SBHC`.
             out_SBHC: `[s, b, h, c]` to be filled, of the dtype of `x[0]`; None: nothing goes back.
 
-        Raises: ValueError for another number of rows than the partition cuts, before anything is exchanged.
+        Raises: ValueError for another number of rows than the partition cuts, before anything is exchanged. What `work`
+        raises, after all that is left of the exchange: other ranks wait in none of it, and get NaN for those rows.
         """
         if any(tensor.shape != x[0].shape for tensor in x) or len(x[0]) != self.partition.num_rows:
             raise ValueError(
@@ -88,13 +89,20 @@ class HeadExchange:
             )
         arriving = [self._collect(tensor, 0) for tensor in x] if self.pieces else []
         leaving: _Moving | None = None
+        raised: Exception | None = None
         for piece in range(self.pieces):
             here = [self._joined(moving) for moving in arriving]
             arriving.clear()
             if piece + 1 < self.pieces:
                 arriving += [self._collect(tensor, piece + 1) for tensor in x]
             result = None if out_SBHC is None else here[0].new_empty(here[0].shape)
-            work(piece, here, result)
+            if raised is None:
+                try:
+                    work(piece, here, result)
+                except Exception as error:
+                    raised = error
+            if raised is not None and result is not None:
+                result.fill_(float("nan"))
             del here
             if leaving is not None and out_SBHC is not None:
                 leaving.place(out_SBHC)
@@ -102,6 +110,8 @@ class HeadExchange:
             leaving = None if result is None else self._spread(result, piece)
         if leaving is not None and out_SBHC is not None:
             leaving.place(out_SBHC)
+        if raised is not None:
+            raise raised
 
     def on_any_rank(self, flags: Tensor) -> Tensor:
         """Of each bool whether it is true on any rank of the group, on the CPU."""

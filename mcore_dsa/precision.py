@@ -12,9 +12,10 @@ _MATMULS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: i
 _FULL = ("none", "ieee")
 
 
-# How many callers are inside, over all threads, and how the last of them puts back what the first found.
+# How many callers are inside, over all threads, what the first of them found, and how the last puts it back.
 _lock = threading.Lock()
 _inside = 0
+_found: list[str] = []
 _restore: Callable[[], None] | None = None
 
 
@@ -25,10 +26,11 @@ def full_precision(device_type: str) -> Iterator[None]:
     The precision of products is one for the whole process: with several threads inside, the first sets it and the last
     restores it. Autocast is each thread's own.
     """
-    global _inside, _restore
+    global _inside, _found, _restore
     with torch.autocast(device_type, enabled=False):
         with _lock:
             if _inside == 0:
+                _found = _precisions()
                 _restore = _pin_products()
             _inside += 1
         try:
@@ -40,9 +42,20 @@ def full_precision(device_type: str) -> Iterator[None]:
                     _restore()
 
 
+def user_precision() -> str:
+    """How the process multiplies fp32 matrices outside `full_precision`, equal on two ranks if they do it alike."""
+    with _lock:
+        found = _found if _inside else _precisions()
+    return " and ".join("ieee" if precision in _FULL else precision for precision in found)
+
+
 def product_precision(device_type: str, operands: torch.dtype) -> AbstractContextManager[object]:
     """`full_precision`; for operands of bf16 summed in fp32, which no switch concerns, autocast off alone."""
     return torch.autocast(device_type, enabled=False) if operands == torch.bfloat16 else full_precision(device_type)
+
+
+def _precisions() -> list[str]:
+    return [matmul.fp32_precision for matmul in _MATMULS]
 
 
 def _pin_products() -> Callable[[], None] | None:
@@ -52,7 +65,7 @@ def _pin_products() -> Callable[[], None] | None:
     (`torch.backends.<backend>.matmul.fp32_precision`), and raises where the two disagree: both are set, unless a user
     of the new names made the old ones unreadable.
     """
-    before = [matmul.fp32_precision for matmul in _MATMULS]
+    before = _precisions()
     if all(precision in _FULL for precision in before):
         return None
     try:

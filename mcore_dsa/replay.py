@@ -16,10 +16,12 @@ from torch import Tensor
 
 from mcore_dsa.checks import kind_of
 from mcore_dsa.collectives import Group, gather_rows, group_rank, group_size
+from mcore_dsa.kpool import RowBounds
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.record import SelectionRecord, documents_of, shortened
 from mcore_dsa.selection_gather import gather_selection
 from mcore_dsa.source import SelectionRequest, SelectionSource
+from mcore_dsa.verified import Verified, brought, named_rows, out_of_range
 
 # What becomes of rows that see pools and have no record.
 Missing = Literal["refuse", "score", "leave_out"]
@@ -107,11 +109,23 @@ class Replay:
         Raises: ValueError for a plan of other documents or pools.
         """
         if plan not in self._places:
-            self._places[plan] = self._placed(plan)
+            self._places[plan] = self.placed(plan, plan.own)
         return self._places[plan]
 
-    def _placed(self, plan: SelectionPlan) -> _Place:
-        record, layout, own = self.record, plan.layout, plan.own
+    def taken(self, layer: int, place: _Place, plan: SelectionPlan) -> Tensor:
+        """int32 `[b, o, budget]`, what the record has of these rows, on the plan's device."""
+        chosen_TK = self.record.selection_xTK[layer]
+        chosen_BOK = chosen_TK.new_full((*place.row_BO.shape, self.record.budget), -1)
+        chosen_BOK[place.row_BO >= 0] = chosen_TK[place.row_BO[place.row_BO >= 0]]
+        chosen_BOK = chosen_BOK.to(plan.layout.device)
+        return torch.where(chosen_BOK >= 0, chosen_BOK + place.first_BO1, -1)
+
+    def placed(self, plan: SelectionPlan, own: RowBounds) -> _Place:
+        """Where some rows of a plan stand.
+
+        Raises: as `place`.
+        """
+        record, layout = self.record, plan.layout
         lengths = [length for length in documents_of(layout)[0] if length]
         recorded = [length for length in record.lengths if length]
         if (lengths, layout.pool_size) != (recorded, record.pool_size):
@@ -166,15 +180,63 @@ class Replayed:
                 f"the record has {record.layers} layers and budget {record.budget}; accepted for layer {self.layer} "
                 f"are more layers and budget {request.budget}"
             )
-        row_BO, first_BO1, scored_BO1 = replay.place(plan)
-        chosen_BOK = record.selection_xTK[self.layer].new_full((*row_BO.shape, record.budget), -1)
-        chosen_BOK[row_BO >= 0] = record.selection_xTK[self.layer][row_BO[row_BO >= 0]]
-        chosen_BOK = chosen_BOK.to(plan.layout.device)
-        selection_BOK = torch.where(chosen_BOK >= 0, chosen_BOK + first_BO1, -1)
+        place = replay.place(plan)
+        selection_BOK = replay.taken(self.layer, place, plan)
         if not replay.scores:
             return selection_BOK
         # Of what is scored not every row is taken: the gather must not hear of it.
-        return torch.where(scored_BO1, self.fallback.own_rows(replace(request, gather=None)), selection_BOK)
+        return torch.where(place.scored_BO1, self.fallback.own_rows(replace(request, gather=None)), selection_BOK)
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedReplay:
+    """The source that replays, every id being checked and some rows compared with another rank's record.
+
+    Attributes:
+        replayed: what gives the selections.
+        verified: the source that verifies what is scored, which says how many rows, over which groups.
+    """
+
+    replayed: Replayed
+    verified: Verified
+
+    @property
+    def identity(self) -> str:
+        return f"{self.replayed.identity}, {self.verified.rows} rows verified"
+
+    @torch.no_grad()
+    def own_rows(self, request: SelectionRequest) -> Tensor:
+        """As `Replayed.own_rows`.
+
+        Raises: ValueError on every rank, naming rank and rows of ids that the row does not see, and of those that are
+            others in the record of the next rank; and what a rank raises meanwhile.
+        """
+        plan, scored, told = request.plan, self.verified.scored, self.verified.told(request)
+        own_BOK = self.replayed.own_rows(request)
+        with told() as faults:
+            faults += out_of_range(own_BOK, plan, fewer=True)
+        rows, owners, places = self.verified.sample(plan)
+        if rows:
+            with told() as faults:
+                theirs_RBK = brought(own_BOK.transpose(0, 1), places, owners, scored.group)
+                faults += self._elsewhere(theirs_RBK, rows, owners, plan)
+        return own_BOK
+
+    def _elsewhere(self, theirs_RBK: Tensor, rows: list[int], owners: list[int], plan: SelectionPlan) -> list[str]:
+        """Where the rank before this one has other ids than this rank's record, but in rows that are scored."""
+        scored, replay = self.verified.scored, self.replayed.replay
+        ranks, rank = group_size(scored.group), group_rank(scored.group)
+        mine = [index for index, owner in enumerate(owners) if (owner + 1) % ranks == rank]
+        if not mine:
+            return []
+        theirs_BRK, rows = theirs_RBK[mine].transpose(0, 1), [rows[index] for index in mine]
+        place = replay.placed(plan, plan.bounds.take(torch.tensor(rows, device=theirs_RBK.device)))
+        mine_BRK = replay.taken(self.replayed.layer, place, plan)
+        differs_BR = (mine_BRK != theirs_BRK).any(-1) & ~place.scored_BO1.squeeze(-1)
+        scored.counters.verified_rows += differs_BR.numel()
+        first = group_rank(scored.context_group) * ranks
+        what = f"rank {first + (rank - 1) % ranks} replays something else than the record of rank {first + rank}"
+        return named_rows(differs_BR, rows, what, "equal records")
 
 
 class Recorder:

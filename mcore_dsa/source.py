@@ -106,8 +106,13 @@ class Scored:
         del key_LBD, gate_LBD
         q_OBHD, weights_OBH = exchange_rows([q_LBHD, weights_LBH], plan.partition, self.group, agreed=True)
         del q_LBHD, weights_LBH
-        with named("compression"):
-            pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)
+        try:
+            with named("compression"):
+                pool_key_PBD = self.backend.compress(key_TBD, gate_TBD, ape_JD, plan.layout)
+        except BaseException:
+            if request.gather is not None:
+                request.gather.leave()
+            raise
         if request.digests is not None:
             request.digests.add("keys", keys_TBX, of="tokens")
             request.digests.add("pool keys", pool_key_PBD, of="pools")

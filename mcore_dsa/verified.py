@@ -11,27 +11,27 @@ left out may score higher, in float64, than one that was taken, beyond what fp32
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mcore_dsa.agreement import agree
+from mcore_dsa.agreement import told_to_all
 from mcore_dsa.backends import SelectionCounters
-from mcore_dsa.collectives import gather_rows, group_rank, group_size
+from mcore_dsa.collectives import Group, gather_rows, group_rank, group_size
 from mcore_dsa.kpool import PoolLayout, RowBounds
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.reference import reference_scores
-from mcore_dsa.rows import RowPartition
 from mcore_dsa.source import Projections, Scored, SelectionRequest
 
 # Rows that a message names, and rows that are looked at together.
 _NAMED = 4
 _ROWS = 1024
-_IDS = "ascending ids of complete pools that the row sees, as many as it may select, -1 behind them"
 
 
 @dataclass(eq=False)
@@ -57,33 +57,53 @@ class Verified:
         """As `Scored.own_rows`, gathered when all of it is done.
 
         Raises: ValueError on every rank, naming layer, tensor, rank and rows of what is not finite, not a pool that its
-            row sees, or not what another rank finds.
+            row sees, or not what another rank finds; and what a rank raises meanwhile.
         """
-        projections = request.project()
-        faults = _not_finite(projections, request.plan, group_rank(self.scored.group))
-        # Ranks tell their gather at other times: no collective may come between.
-        own_BOK = self.scored.own_rows(replace(request, gather=None, project=lambda: projections))
-        faults += _out_of_range(own_BOK, request.plan)
+        told = self.told(request)
+        with told() as faults:
+            projections = request.project()
+            faults += _not_finite(projections, request.plan, group_rank(self.scored.group))
+        with told() as faults:
+            # Ranks tell their gather at other times: no collective may come between.
+            own_BOK = self.scored.own_rows(replace(request, gather=None, project=lambda: projections))
+            faults += out_of_range(own_BOK, request.plan)
         if request.plan.bounds.rows:
-            faults += self._again(projections, own_BOK, request)
-        groups = [group for group in (self.scored.group, self.scored.context_group) if group is not None]
-        if groups:
-            agree({}, faults, *groups, about=f"selections in layer {request.layer}")
-        elif faults:
-            raise ValueError(f"selections in layer {request.layer} are wrong: " + "; ".join(faults))
+            with told() as faults:
+                faults += self._again(projections, own_BOK, request)
         return own_BOK
+
+    def told(self, request: SelectionRequest) -> Callable[[], AbstractContextManager[list[str]]]:
+        """`told_to_all` of all ranks that meet in a request."""
+        groups = [group for group in (self.scored.group, self.scored.context_group) if group is not None]
+        return partial(told_to_all, f"selections in layer {request.layer}", *groups)
+
+    def sample(self, plan: SelectionPlan) -> tuple[list[int], list[int], list[int]]:
+        """Rows to verify, the same on all ranks: of each the rank that owns it, and where it has it among its own.
+
+        Where every rank owns every row, each rank owns some.
+        """
+        self._calls += 1
+        rows = random.Random(self._calls).sample(range(plan.bounds.rows), min(self.rows, plan.bounds.rows))
+        partition, ranks = plan.partition, plan.partition.group_size
+        if partition.is_replicated:
+            return rows, [row % ranks for row in rows], rows
+        place_of: dict[int, tuple[int, int]] = {}
+        for rank in range(ranks):
+            first = 0
+            for part in partition.slices(rank):
+                place_of |= {row: (rank, first + row - part.start) for row in rows if row in part}
+                first += len(part)
+        return rows, [place_of[row][0] for row in rows], [place_of[row][1] for row in rows]
 
     def _again(self, projections: Projections, own_BOK: Tensor, request: SelectionRequest) -> list[str]:
         """Select the sampled rows of the rank before this one once more; where that differs."""
         plan, scored = request.plan, self.scored
         ranks, rank, held = group_size(scored.group), group_rank(scored.group), len(projections.q_LBHD)
-        self._calls += 1
-        rows = random.Random(self._calls).sample(range(plan.bounds.rows), min(self.rows, plan.bounds.rows))
-        owners, places = _owned(rows, plan.partition)
+        rows, owners, places = self.sample(plan)
         homes, at_home = [row // held for row in rows], [row % held for row in rows]
-        q_RBHD = self._brought(projections.q_LBHD, at_home, homes)
-        weights_RBH = self._brought(projections.weights_LBH, at_home, homes)
-        theirs_RBK = self._brought(own_BOK.transpose(0, 1), places, owners)
+        q_RBHD = brought(projections.q_LBHD, at_home, homes, scored.group)
+        weights_RBH = brought(projections.weights_LBH, at_home, homes, scored.group)
+        theirs_RBK = brought(own_BOK.transpose(0, 1), places, owners, scored.group)
         keys_TBX = scored.gathered(torch.cat([projections.key_LBD, projections.gate_LBD], dim=-1), plan)
         mine = [index for index, owner in enumerate(owners) if (owner + 1) % ranks == rank]
         if not mine:
@@ -103,34 +123,23 @@ class Verified:
         scored.counters.verified_rows += theirs_BRK[..., 0].numel()
         beaten_BR = _beaten(*queries, theirs_BRK, plan.layout, bounds, use_relu=scored.use_relu)
         first = group_rank(scored.context_group) * ranks
-        owner, differs_BR = f"rank {first + (rank - 1) % ranks}", (again_BRK != theirs_BRK).any(-1)
+        owner, this = (f"rank {first + number % ranks}" for number in (rank - 1, rank))
+        selects = f"{owner} selects something else than {this}"
+        leaves = f"{owner} leaves out a better pool than one it takes"
         return [
-            *_named(differs_BR, rows, f"{owner} selects something else than rank {first + rank}", "equal selections"),
-            *_named(beaten_BR, rows, f"{owner} leaves out a better pool than one it takes", "the best of the pools"),
+            *named_rows((again_BRK != theirs_BRK).any(-1), rows, selects, "equal selections"),
+            *named_rows(beaten_BR, rows, leaves, "the best of the pools"),
         ]
 
-    def _brought(self, x_XBx: Tensor, places: Sequence[int], holders: Sequence[int]) -> Tensor:
-        """`[r, ...]` on every rank: row `places[i]` of what rank `holders[i]` gives."""
-        rank = group_rank(self.scored.group)
-        own = [place if holder == rank else 0 for place, holder in zip(places, holders, strict=True)]
-        given = x_XBx[own] if len(x_XBx) else x_XBx.new_zeros(len(own), *x_XBx.shape[1:])
-        of_ranks = gather_rows(given, self.scored.group, agreed=True).unflatten(0, (-1, len(own)))
-        brought: Tensor = of_ranks[list(holders), list(range(len(own)))]
-        return brought
 
-
-def _owned(rows: Sequence[int], partition: RowPartition) -> tuple[list[int], list[int]]:
-    """Of each row the rank that owns it, and where it has it among its own; where all own all, each rank some."""
-    ranks = partition.group_size
-    if partition.is_replicated:
-        return [row % ranks for row in rows], list(rows)
-    place_of: dict[int, tuple[int, int]] = {}
-    for rank in range(ranks):
-        first = 0
-        for part in partition.slices(rank):
-            place_of |= {row: (rank, first + row - part.start) for row in rows if row in part}
-            first += len(part)
-    return [place_of[row][0] for row in rows], [place_of[row][1] for row in rows]
+def brought(x_XBx: Tensor, places: Sequence[int], holders: Sequence[int], group: Group) -> Tensor:
+    """`[r, ...]` on every rank: row `places[i]` of what rank `holders[i]` gives."""
+    rank = group_rank(group)
+    own = [place if holder == rank else 0 for place, holder in zip(places, holders, strict=True)]
+    given = x_XBx[own] if len(x_XBx) else x_XBx.new_zeros(len(own), *x_XBx.shape[1:])
+    of_ranks = gather_rows(given, group, agreed=True).unflatten(0, (-1, len(own)))
+    of_rows: Tensor = of_ranks[list(holders), list(range(len(own)))]
+    return of_rows
 
 
 def _not_finite(projections: Projections, plan: SelectionPlan, rank: int) -> list[str]:
@@ -142,26 +151,33 @@ def _not_finite(projections: Projections, plan: SelectionPlan, rank: int) -> lis
     faults = []
     for name, x_LBx in zip(names, projections, strict=False):
         finite_LB = torch.cat([part.isfinite().flatten(2).all(-1) for part in x_LBx.split(_ROWS)])
-        faults += _named(
+        faults += named_rows(
             ~finite_LB.T & read_BL, range(own.start, own.stop), f"NaN or infinity is among the {name}", "finite values"
         )
     return faults
 
 
-def _out_of_range(own_BOK: Tensor, plan: SelectionPlan) -> list[str]:
-    """Of all rows of this rank: ids of pools that the row sees, ascending, as many as there are, -1 behind them."""
+def out_of_range(own_BOK: Tensor, plan: SelectionPlan, *, fewer: bool = False) -> list[str]:
+    """Of all rows of this rank: ids of pools that the row sees, ascending, as many as there are, -1 behind them.
+
+    Args:
+        fewer: whether a row may have fewer than it could.
+    """
     budget = own_BOK.shape[2]
     bad = [torch.zeros(len(own_BOK), 0, dtype=torch.bool, device=own_BOK.device)]
     for start in range(0, own_BOK.shape[1], _ROWS):
         part = slice(start, start + _ROWS)
         id_BRK, bounds = own_BOK[:, part], plan.own.take(part)
         rank_BRK, visible_BR1 = id_BRK - bounds.first_BS.unsqueeze(-1), bounds.visible_BS.unsqueeze(-1)
-        used_BRK = torch.arange(budget, device=own_BOK.device) < visible_BR1
+        count_BR1 = (id_BRK != -1).sum(-1, keepdim=True) if fewer else visible_BR1
+        used_BRK = torch.arange(budget, device=own_BOK.device) < count_BR1
         seen_BRK = (rank_BRK >= 0) & (rank_BRK < visible_BR1)
         ascends_BRK = F.pad(id_BRK[..., 1:] > id_BRK[..., :-1], (1, 0), value=True)
         bad.append(~torch.where(used_BRK, seen_BRK & ascends_BRK, id_BRK == -1).all(-1))
     rows = [row for part in plan.partition.slices(plan.rank) for row in part]
-    return _named(torch.cat(bad, dim=1), rows, "ids that cannot be are selected", _IDS)
+    accepted = "ascending ids of complete pools that the row sees, "
+    accepted += "-1 behind them" if fewer else "as many as it may select, -1 behind them"
+    return named_rows(torch.cat(bad, dim=1), rows, "ids that cannot be are selected", accepted)
 
 
 def _beaten(
@@ -200,7 +216,7 @@ def _beaten(
     return most_BR > least_BR
 
 
-def _named(bad_BR: Tensor, rows: Sequence[int], what: str, accepted: str) -> list[str]:
+def named_rows(bad_BR: Tensor, rows: Sequence[int], what: str, accepted: str) -> list[str]:
     """One sentence that names the first of these rows."""
     places = [(int(row), int(sample)) for row, sample in bad_BR.T.nonzero().tolist()]
     if not places:

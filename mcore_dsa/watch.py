@@ -10,7 +10,7 @@ queries and its rows of the selection, is equal everywhere even where it is wron
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,11 @@ class Watch:
     def __init__(self, every: int, group: Group, context_group: Group) -> None:
         self._every, self._group, self._context_group = every, group, context_group
         self.forwards = self.comparisons = 0
+        self._asked = False
+
+    def compare_next(self) -> None:
+        """Have the next forward compared too, where any is; all ranks have to ask."""
+        self._asked = self._every > 0
 
     def begin(self, layer: int, weights: Iterable[tuple[str, Tensor]]) -> Digests | None:
         """Count one more forward of `layer`; where it is one that is compared, what takes its digests.
@@ -48,8 +53,9 @@ class Watch:
             weights: the layer's frozen parameters by name.
         """
         self.forwards += 1
-        if not self._every or self.forwards % self._every:
+        if not self._asked and (not self._every or self.forwards % self._every):
             return None
+        self._asked = False
         self.comparisons += 1
         digests = Digests(f"layer {layer}, forward {self.forwards}", self._group, self._context_group)
         for name, weight in weights:
@@ -72,25 +78,38 @@ class Digests:
         self._where, self._group, self._context_group = where, group, context_group
         self._entries: list[_Entry] = []
         self._words: list[Tensor] = []
+        self._raised: Exception | None = None
 
     def add_weight(self, name: str, weight: Tensor) -> None:
         """A frozen parameter, which must be finite too."""
-        finite = weight.detach().isfinite().all().long().view(1)
-        self._add(_Entry(f"weight {name}", "", 0, False, 2), torch.cat([_whole(weight.detach()), finite]))
+
+        def words() -> Tensor:
+            return torch.cat([whole_digest(weight.detach()), weight.detach().isfinite().all().long().view(1)])
+
+        self._add(_Entry(f"weight {name}", "", 0, False, 2), words, weight.device)
 
     def add(self, name: str, x_RX: Tensor, *, of: str) -> None:
         """`[r, ...]`, rows called `of`, which every rank holds."""
-        self._add(_Entry(name, of, len(x_RX), False, BLOCKS), block_digests(row_digests(x_RX)))
+        entry = _Entry(name, of, len(x_RX), False, BLOCKS)
+        self._add(entry, lambda: block_digests(row_digests(x_RX)), x_RX.device)
 
     def _add_selection(self, selection_BSK: Tensor) -> None:
         batch, rows, _ = selection_BSK.shape
-        of_rows_SB = row_digests(selection_BSK.flatten(0, 1)).view(batch, rows).T
-        entry = _Entry("selection", "rows", rows, True, BLOCKS)
-        self._add(entry, block_digests(row_digests(of_rows_SB)))
 
-    def _add(self, entry: _Entry, words: Tensor) -> None:
+        def words() -> Tensor:
+            of_rows_SB = row_digests(selection_BSK.flatten(0, 1)).view(batch, rows).T
+            return block_digests(row_digests(of_rows_SB))
+
+        self._add(_Entry("selection", "rows", rows, True, BLOCKS), words, selection_BSK.device)
+
+    def _add(self, entry: _Entry, words: Callable[[], Tensor], device: torch.device) -> None:
         self._entries.append(entry)
-        self._words.append(words)
+        try:
+            self._words.append(words())
+        # For want of memory perhaps; the others are on their way to the next collective, and hear of it in `compare`.
+        except Exception as error:
+            self._raised = error
+            self._words.append(torch.zeros(entry.words, dtype=torch.int64, device=device))
 
     def compare(self, selection_BSK: Tensor | None) -> None:
         """One collective over each group, and the one wait of the host; all ranks have to come.
@@ -99,15 +118,17 @@ class Digests:
             selection_BSK: of every row, where the ranks of one tensor-parallel group hold it.
 
         Raises: ValueError on every rank: of each thing that differs the first block of rows, with the digests and the
-            ranks that hold them; and every weight that is not finite.
+            ranks that hold them; every weight that is not finite; and the ranks that could not take their digests.
         """
         if selection_BSK is not None:
             self._add_selection(selection_BSK)
-        words = torch.cat(self._words).unsqueeze(0)
+        words = torch.cat([*self._words, self._words[0].new_tensor([self._raised is not None])]).unsqueeze(0)
         of_ranks = gather_rows(gather_rows(words, self._group, agreed=True), self._context_group, agreed=True)
         ranks, first, problems = group_size(self._group), 0, []
         table = of_ranks.cpu()
-        for entry in self._entries:
+        if without := table[:, -1].nonzero().flatten().tolist():
+            problems.append(f"digests are missing on ranks {without}; accepted are those of every rank")
+        for entry in self._entries if not without else ():
             columns = table[:, first : first + entry.words]
             first += entry.words
             for start in range(0, len(columns), ranks if entry.of_context else len(columns)):
@@ -115,7 +136,7 @@ class Digests:
                 problems += self._of_ranks(entry, together, start)
         if problems:
             where = f"{self._where} (ranks within the query-shard group, group after group)"
-            raise ValueError(f"drift in {where}: {'; '.join(problems)}")
+            raise ValueError(f"drift in {where}: {'; '.join(problems)}") from self._raised
 
     def _of_ranks(self, entry: _Entry, words_GX: Tensor, first_rank: int) -> list[str]:
         """How these ranks, of which the first is `first_rank`, differ in one thing."""
@@ -132,7 +153,7 @@ class Digests:
             start = differs[0] * block
             name += f" in {entry.of} {start} ... {min(start + block, entry.rows) - 1}"
         said = [f"{word % 2**64:016x}" for word in words_GX[:, differs[0]].tolist()]
-        return differences(name, said, first_rank=first_rank)
+        return differences(name, said, range(first_rank, first_rank + len(said)))
 
 
 def row_digests(x_RX: Tensor) -> Tensor:
@@ -157,7 +178,8 @@ def block_digests(digest_R: Tensor) -> Tensor:
     return row_digests(F.pad(digest_R, (0, rows * BLOCKS - len(digest_R))).view(BLOCKS, rows))
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole_digest(x: Tensor) -> Tensor:
+    """int64 `[1]`, of all bits of `x`."""
     return row_digests(row_digests(torch.atleast_2d(x)).unsqueeze(0))
 
 
@@ -167,7 +189,11 @@ def _words(x_RX: Tensor) -> Tensor:
         return x_RX.new_empty((len(x_RX), 0), dtype=torch.int64)
     rows_RX = x_RX.reshape(len(x_RX), -1).contiguous()
     size = rows_RX.shape[1] * rows_RX.element_size()
-    return rows_RX.view(next(dtype for width, dtype in _WORDS.items() if size % width == 0))
+    width, word = next((width, word) for width, word in _WORDS.items() if size % width == 0)
+    # Of a flat buffer's parameters some begin in the middle of a word, where no view of words can.
+    if rows_RX.storage_offset() * rows_RX.element_size() % width:
+        rows_RX = rows_RX.clone()
+    return rows_RX.view(word)
 
 
 def _factors(count: int, device: torch.device) -> Tensor:

@@ -7,19 +7,22 @@ from typing import Any
 from fuzz import Target
 from fuzz_files import scratch, written
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 from odd import WORDS, changed_bytes, changed_tree
-from train_runs import run, tiny, write_indexed
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from train_runs import run, tiny, trainer_of, write_indexed
 
 from mcore_dsa.cli.run_folder import RunFolder
 from mcore_dsa.files import digest_of, names_in, write_digests
-from mcore_dsa.train.checkpointing import resume_changes, resume_faults
+from mcore_dsa.train.checkpointing import load_checkpoint, resume_changes, resume_faults
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import read_corpus
 from mcore_dsa.train.report import _drop_steps_after
 from mcore_dsa.train.run_dir import refuse_something_else
-from mcore_dsa.train.stored import find_start
+from mcore_dsa.train.stored import Checkpoint, find_start
 
 ONE = "--parallel.tensor 1 --training.steps 2 --training.decay_steps 2 --checkpoint.save_every 1"
+LAYOUT = {"ranks": 1, "tensor": 1, "pipeline": 1, "virtual_pipeline": None, "context": 1, "expert": 1}
 
 
 @functools.cache
@@ -71,6 +74,62 @@ def _resume(case: tuple[dict[str, bytes], bool, Any, Any]) -> None:
 
 
 @functools.cache
+def _loader() -> tuple[Any, dict[str, bytes]]:
+    """A trainer that loads, and the files of a checkpoint that it can."""
+    config, files = _run()
+    parallel_state.initialize_model_parallel()
+    trainer, _ = trainer_of(config)
+    first = "checkpoints/step_00000001/"
+    return trainer, {name.removeprefix(first): data for name, data in files.items() if name.startswith(first)}
+
+
+@st.composite
+def _payloads(draw: st.DrawFn) -> dict[str, bytes]:
+    files = dict(_loader()[1])
+    for name in draw(st.lists(st.sampled_from((".metadata", "__0_0.distcp")), min_size=1, unique=True)):
+        files[name] = draw(changed_bytes(files[name]))
+    return files
+
+
+def _load(files: dict[str, bytes]) -> None:
+    """Whoever wrote these bytes has digested them."""
+    trainer, _ = _loader()
+    with scratch() as folder:
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        load_checkpoint(trainer, Checkpoint(folder=folder, step=1, run={}, layout=LAYOUT))
+
+
+@functools.cache
+def _tokenizers() -> tuple[dict[str, Any], ...]:
+    """Words with and without one for what is unknown, and pieces of bytes."""
+    words = Tokenizer(models.WordLevel({"some": 0, "text": 1, "?": 2}, unk_token="?"))
+    words.normalizer, words.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="? $A", special_tokens=[("?", 2)])
+    pieces = Tokenizer(models.BPE({"s": 0, "o": 1, "so": 2, "m": 3, "e": 4, "<0x20>": 5}, [("s", "o")]))
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    unigrams = Tokenizer(models.Unigram([("?", 0.0), ("some", -1.0), ("text", -2.0)], 0, False))
+    return tuple(json.loads(each.to_str()) for each in (words, pieces, unigrams))
+
+
+@st.composite
+def _tokenizer_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    tree = draw(changed_tree(draw(st.sampled_from(_tokenizers())), most=2))
+    data = json.dumps(tree).encode()
+    text = draw(changed_bytes(b"some text and more\n", most=2))
+    return draw(changed_bytes(data)) if draw(st.integers(0, 4)) == 0 else data, text
+
+
+def _tokenize(case: tuple[bytes, bytes]) -> None:
+    tokenizer, text = case
+    with scratch() as folder:
+        (folder / "tokenizer.json").write_bytes(tokenizer)
+        (folder / "text").write_bytes(text)
+        corpus = read_corpus([str(folder / "text")], max_bytes=1000, tokenizer=str(folder / "tokenizer.json"))
+    assert corpus.tokens.min() >= 0
+
+
+@functools.cache
 def _indexed() -> dict[str, bytes]:
     return written(lambda folder: write_indexed(folder / "set", [[1, 2, 3], [], [4] * 9, [5]]))
 
@@ -109,6 +168,9 @@ LOG = b"".join(line % step for step in range(1, 5) for line in (STEP, START))
 REFUSAL = (ValueError, OSError)
 TARGETS = (
     Target("run directories", st.deferred(_folders), _resume, REFUSAL, 1, prepare=_run),
+    # Digests keep accidents out; what they are of may be anything.
+    Target("payloads", st.deferred(_payloads), _load, (ValueError, RuntimeError), 22, explains=False, prepare=_loader),
+    Target("tokenizers", st.deferred(_tokenizer_files), _tokenize, REFUSAL, 22),
     Target("indexed data", st.deferred(_sets), _read_set, REFUSAL, 4),
     Target("logs", changed_bytes(LOG), _read_log, REFUSAL, 6),
 )

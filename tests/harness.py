@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -175,12 +176,17 @@ def _in_megatron(
         parallel_state.destroy_model_parallel()
 
 
+def forked() -> ForkServerContext:
+    """The context whose processes are forked from the server that has imported `preloaded.py`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    with _environment(SERVER_ENV):
+        forkserver.ensure_running()
+    return context
+
+
 def _start(number: int, job: _Job, env: Env) -> _Rank:
-    context = multiprocessing.get_context("forkserver" if job.device == "cpu" else "spawn")
-    if job.device == "cpu":
-        context.set_forkserver_preload([PRELOAD])
-        with _environment(SERVER_ENV):
-            forkserver.ensure_running()
+    context = forked() if job.device == "cpu" else multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_rank_main, args=(number, job, dict(env), theirs))
     process.start()

@@ -13,7 +13,11 @@ for name in (
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.models.hybrid.hybrid_model",
-    "megatron.core.dist_checkpointing",
+    # What schedules, optimizers and checkpoints import when they are first used.
+    "megatron.core.models.mimo",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "torch.utils.serialization.config",
     "transformers.models.glm5_next.modeling_glm5_next",
     "mcore_dsa.patches",
     "mcore_dsa.train.checkpointing",

@@ -18,7 +18,7 @@ from mcore_dsa.settings import read_settings
 from mcore_dsa.train.config import JobConfig, parse_config
 
 # Steps as they stand in a command, over those of the run in a test.
-FEWER = 25
+FEWER = 50
 
 
 def run_commands(code: str, folder: Path) -> None:
@@ -65,9 +65,10 @@ def _train(options: Sequence[str], ranks: int, folder: Path) -> None:
 def _smaller(asked: JobConfig, options: Sequence[str], folder: Path) -> JobConfig:
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in options]
     sizes = dict(zip(TINY[::2], TINY[1::2], strict=True))
-    packed = {"--training.sequence_length", "--training.micro_batch_size", "--training.global_batch_size"}
+    batches = {"--training.micro_batch_size", "--training.global_batch_size"}
     if asked.pack or asked.model.host == "hybrid":
-        sizes = {name: value for name, value in sizes.items() if name not in packed | {"--model.num_layers"}}
+        sizes = {name: value for name, value in sizes.items() if name not in batches | {"--model.num_layers"}}
+        sizes["--training.sequence_length"] = "128"
     if asked.data == ["PREFIX"]:
         sizes["--data"] = write_indexed(folder / "ids", [list(range(100))] * 20)
     sizes |= {"--training.steps": str(max(2, asked.training.steps // FEWER)), "--run_dir": str(folder / asked.run_dir)}

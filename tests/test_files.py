@@ -108,6 +108,18 @@ def test_a_file_is_on_disk_before_its_name_and_the_name_before_anything_later(
     ]
 
 
+def test_a_folder_goes_to_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    with new_folder(tmp_path / "link") as partial:
+        (partial / "file").write_text("x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "empty" / "file").read_text() == "x"
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="dangling, which is there; accepted"), new_folder(tmp_path / "dangling"):
+        pass
+
+
 def test_a_partial_folder_is_removed_when_its_writer_is_dead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write = f"""
 import sys

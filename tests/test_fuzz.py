@@ -10,7 +10,13 @@ from fuzz import Target, in_bounds, run_cases, shares, targets
 from harness import RanksFailed, run_ranks
 from hypothesis import strategies as st
 
-CASES = 5000
+CASES = 5400
+# Of targets whose cases take tens of milliseconds; `make fuzz` runs all of them.
+AT_MOST = {"payloads": 150}
+
+
+def wanted() -> dict[str, int]:
+    return {name: min(cases, AT_MOST.get(name, cases)) for name, cases in shares(CASES).items()}
 
 
 # A few processes: each of them imports what all targets need.
@@ -20,13 +26,13 @@ PARTS = 2
 @pytest.mark.parametrize("part", range(PARTS))
 def test_odd_data_ends_as_documented(part: int) -> None:
     """The target's name stands in the traceback, and a case of it among the notes."""
-    wanted = {name: shares(CASES)[name] for name in list(targets())[part::PARTS]}
-    (ran,) = run_ranks(in_bounds, 1, wanted, 7, timeout=280)
-    assert all(ran[name] >= cases for name, cases in wanted.items())
+    own = {name: wanted()[name] for name in list(targets())[part::PARTS]}
+    (ran,) = run_ranks(in_bounds, 1, own, 7, timeout=280)
+    assert all(ran[name] >= cases for name, cases in own.items())
 
 
 def test_five_thousand_cases_are_dealt_out() -> None:
-    assert sum(shares(CASES).values()) >= CASES
+    assert sum(wanted().values()) >= 5000
     assert sum(shares(fuzz.CASES).values()) >= 100_000
 
 

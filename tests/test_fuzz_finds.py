@@ -1,5 +1,6 @@
 """What `make fuzz` has found, each with the answer that it has to get."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -261,6 +262,24 @@ def test_an_index_that_is_longer_than_its_data_is_refused(tmp_path: Path) -> Non
     (tmp_path / "set.bin").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"^data has '.*set'; accepted are PREFIX.idx and PREFIX.bin"):
         read_corpus([str(tmp_path / "set")], max_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "unknown"),
+    [({"some": 0}, None), ({"some": 0}, "?"), ({"some": 2**31 + 1, "text": 1}, "text")],
+    ids=["no unknown", "an unknown without an id", "an id that is none"],
+)
+def test_a_tokenizer_that_cannot_read_every_text_is_refused(
+    tmp_path: Path, vocabulary: dict[str, int], unknown: str | None
+) -> None:
+    """It is a sound file, and the library says so no sooner than at the text."""
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": unknown or ""}
+    fields = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None}
+    fields |= {"truncation": None, "padding": None, "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    (tmp_path / "text").write_text("some text")
+    with pytest.raises(ValueError, match=r"^tokenizer is '.*'; accepted is one that knows every text, by ids below 2"):
+        read_corpus([str(tmp_path / "text")], max_bytes=100, tokenizer=str(tmp_path / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("odd", [b"data: {x: []}", b"data: [\xff]", b"data: [\0]"])

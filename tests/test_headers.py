@@ -29,6 +29,13 @@ def other_layout(call: Call) -> Call:
     return replace(call, layout=layout_of([[(0, 48), (48, ROWS)]], num_tokens=ROWS, pool_size=POOL_SIZE))
 
 
+def one_bit(x: torch.Tensor) -> torch.Tensor:
+    """`x` with another last bit somewhere."""
+    other = x.clone()
+    other.view(torch.int32).view(-1)[17] ^= 1
+    return other
+
+
 def select(change: Callable[[Call], Call] = lambda call: call, **options: Any) -> Callable[[int, Any], Any]:
     """The sharded selection, which rank 1 calls with something else."""
 
@@ -64,14 +71,16 @@ def chosen(batch: int, budget: int) -> Callable[[Any], Any]:
     return gather
 
 
-def attended(scale: float) -> Callable[[Any], Any]:
+def attended(scale: float, latents: float = 1.0) -> Callable[[Any], Any]:
     """Attention by rows."""
 
     def call(group: Any) -> Any:
         own, rows = pack(ROWS, "near", batch=1), cut("contiguous", dist.get_world_size()).slices(dist.get_rank())[0]
         arguments = own.select()[:, rows.start : rows.stop], own.layout, own.position_S
         options = {"softmax_scale": scale, "always_select_tail": True, "query_shard_group": group}
-        return sparse_attention_sharded(torch.ones(ROWS, 1, 2, 4), torch.ones(ROWS, 1, 4), *arguments, **options)
+        return sparse_attention_sharded(
+            torch.ones(ROWS, 1, 2, 4), torch.full((ROWS, 1, 4), latents), *arguments, **options
+        )
 
     return call
 
@@ -112,6 +121,15 @@ DIFFERENT: dict[str, tuple[Callable[[int, Any], Any], str]] = {
         "always_select_tail is 'True' on ranks [0",
     ),
     "the scale of attention": (either(attended(0.5), attended(0.25)), "softmax_scale is '0.5' on ranks [0"),
+    "values of pool keys": (
+        select(lambda call: replace(call, pool_key_PBD=one_bit(call.pool_key_PBD))),
+        "values of pool_key_PBD is '",
+    ),
+    "ape": (
+        either(functools.partial(drop_in, pack(ROWS, "near")), functools.partial(drop_in, pack(ROWS, "near"), ape=0.5)),
+        "values of pool_key_PBD is '",
+    ),
+    "values of latents": (either(attended(0.5), attended(0.5, latents=2.0)), "values of kv_TBC is '"),
     "the function": (
         either(lambda g: gather_rows(ONES, g), lambda g: reduce_rows(ONES, g)),
         "call is 'gather_rows' on ranks [0",

@@ -46,6 +46,18 @@ CHANGES: dict[str, tuple[Any, str]] = {
         "rank 1: a score depends on its place in the tile",
     ),
     "weights": (flip_a_weight, "weights is '[0-9a-f]{16}' on ranks \\[0\\]"),
+    "the tail of the configuration": (
+        lambda indexer: setattr(indexer.config, "dsa_indexer_kpool_always_select_tail", False),
+        "dsa_indexer_kpool_always_select_tail is 'True' on ranks \\[0\\], 'False' on ranks \\[1\\]",
+    ),
+    "the epsilon of a norm": (
+        lambda indexer: setattr(indexer.k_norm, "eps", 1.0),
+        "dsa_indexer_k_norm_epsilon is '1e-06' on ranks \\[0\\], '1.0' on ranks \\[1\\]",
+    ),
+    "products of less than fp32": (
+        lambda _: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        "products is 'fp32 in ieee and ieee' on ranks \\[0\\], 'fp32 in ieee and bf16' on ranks \\[1\\]",
+    ),
     "an indexer that learns": (
         lambda indexer: indexer.requires_grad_(True),
         "rank 1: requires_grad is True on the indexer's .*linear_wk.weight.*; accepted is False",
@@ -59,6 +71,7 @@ def everything_put_back() -> Iterator[None]:
         patch.setattr(TorchBackend, "fingerprint", vars(TorchBackend)["fingerprint"])
         yield
     torch.set_flush_denormal(False)
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
     torch.set_num_threads(1)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,6 +30,8 @@ RECOMPUTATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "full, asked again": (FULL, "0"),
     "core_attn, asked again": (CORE, "0"),
 }
+# How attention is cut, how rows are, and how layers are recomputed.
+type Call = tuple[str, str, str]
 DENSE = Pack.of(96)
 PACK = Pack.of(37, 0, 48, 5, 30, multiple=8, behind=1)
 
@@ -60,9 +62,23 @@ def build(host: Callable[..., Any] = gpt, **options: Any) -> Any:
 def one_pass(model: Any, pack: Pack) -> Pass:
     """Forward and backward of a pack, or of a dense batch where it is one whole document."""
     ids, labels = pack.tokens_and_labels()
-    rows_X = pack.rows(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
-    params = None if pack == DENSE else pack.params()
+    rows_X, params = rows_of(pack), None if pack == DENSE else pack.params()
     return forward_backward(model, ids, labels, pack.real_T, rows_X, params)
+
+
+def one_forward(model: Any, pack: Pack) -> float:
+    """The loss alone."""
+    (ids, labels), rows_X = pack.tokens_and_labels(), rows_of(pack)
+    params = None if pack == DENSE else pack.params()
+    losses = model(ids[:, rows_X], None, None, labels=labels[:, rows_X], packed_seq_params=params)
+    loss = (losses * pack.real_T[rows_X]).sum()
+    dist.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    return float(loss)
+
+
+def rows_of(pack: Pack) -> torch.Tensor:
+    """This rank's, of context parallelism."""
+    return pack.rows(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
 
 
 def bits(one: Pass) -> dict[str, Any]:
@@ -71,29 +87,35 @@ def bits(one: Pass) -> dict[str, Any]:
     return {name: value for name, value in asdict(one).items() if name in kept}
 
 
-def replayed(pack: Pack, partition: str, ways: tuple[str, ...]) -> list[SelectionRecord]:
-    """One record for each way to recompute; replay of it is asserted to be the recorded pass."""
-    os.environ[PARTITION_VARIABLE] = partition
+def replayed(pack: Pack, calls: Sequence[Call]) -> list[SelectionRecord]:
+    """The record of each call; replay of it is asserted to be the recorded pass, and that to be a plain one."""
+    plain: dict[str, dict[str, Any]] = {}
     records = []
-    for name in ways:
+    for number, (shard, partition, name) in enumerate(calls):
         options, store = RECOMPUTATIONS[name]
-        os.environ[STORE_VARIABLE] = store
+        os.environ.update(
+            {ATTEND_SHARD_VARIABLE: shard, PARTITION_VARIABLE: partition, STORE_VARIABLE: store},
+        )
+        # Neither partitions nor ways to recompute move a bit, and a model of its own keeps nothing of a recording.
+        if shard not in plain:
+            plain[shard] = bits(one_pass(build(), pack))
         model = build(**options)
-        plain = one_pass(model, pack)
         selections = ModelSelections(model)
         with selections.recording() as recorder:
-            assert_equal(bits(one_pass(model, pack)), bits(plain), f"{name}, recording")
+            assert_equal(bits(one_pass(model, pack)), plain[shard], f"{calls[number]}, recording")
         (record,) = recorder.finish()
         scored = [layer.counters.scored_rows for layer in attentions(model)]
-        with projections() as calls, selections.replaying(record), selections.recording() as again:
-            assert_equal(bits(one_pass(model, pack)), bits(plain), f"{name}, replaying")
-        assert calls == []
+        with projections() as projected, selections.replaying(record), selections.recording() as again:
+            assert_equal(bits(one_pass(model, pack)), plain[shard], f"{calls[number]}, replaying")
+        assert projected == []
         assert [layer.counters.scored_rows for layer in attentions(model)] == scored
         assert_records_equal(again.finish()[0], record)
         # Another selection, of the least pools, is another loss: it is the record that is attended to.
-        with selections.replaying(first_pools(record)):
-            assert one_pass(model, pack).loss != plain.loss
-        assert_equal(bits(one_pass(model, pack)), bits(plain), f"{name}, after")
+        with torch.no_grad(), selections.replaying(first_pools(record)):
+            assert one_forward(model, pack) != plain[shard]["loss"]
+        # Once for each way: what is left behind does not depend on the partition.
+        if (shard, name) not in [(left, way) for left, _, way in calls[number + 1 :]]:
+            assert_equal(bits(one_pass(model, pack)), plain[shard], f"{calls[number]}, after")
         records.append(record)
     return records
 
@@ -125,11 +147,11 @@ def test_a_replay_is_the_recorded_forward(layout: str, pack: Pack) -> None:
     ranks = sizes.get("tp", 1) * sizes.get("cp", 1)
     # How rows are cut, how a layer is recomputed and whether there are documents know nothing of one another.
     ways = tuple(RECOMPUTATIONS)[0 if pack == PACK else 1 :: 2]
-    seen: list[SelectionRecord] = []
-    for partition in partitions if pack == PACK else partitions[-1:]:
-        some = ways if partition == partitions[-1] else ways[-1:]
-        for records in megatron_ranks(replayed, ranks, pack, partition, some, **sizes):
-            seen += records
+    *others, last = partitions
+    calls = [("heads", partition, ways[-1]) for partition in (others if pack == PACK else [])]
+    calls += [("heads", last, way) for way in ways]
+    seen = [record for records in megatron_ranks(replayed, ranks, pack, calls, **sizes) for record in records]
+    assert len(seen) == len(calls) * ranks
     for record in seen:
         assert_records_equal(record, seen[0])
     assert seen[0].lengths == pack.lengths
@@ -145,15 +167,12 @@ def test_a_replay_is_the_recorded_forward(layout: str, pack: Pack) -> None:
 def test_replays_where_attention_is_cut_by_rows(sizes: dict[str, int], partition: str, pack: Pack) -> None:
     """No rank has the whole selection then; the record has it, and is that of attention cut by heads."""
     ranks = sizes["tp"] * sizes.get("cp", 1)
-    ways = {"rows": ("full, stored", "core_attn, asked again"), "heads": ("none",)}
-    seen = [
-        record
-        for shard, some in ways.items()
-        for records in megatron_ranks(
-            replayed, ranks, pack, partition, some, env={ATTEND_SHARD_VARIABLE: shard}, **sizes
-        )
-        for record in records
+    calls = [
+        ("rows", partition, "full, stored"),
+        ("rows", partition, "core_attn, asked again"),
+        ("heads", partition, "none"),
     ]
+    seen = [record for records in megatron_ranks(replayed, ranks, pack, calls, **sizes) for record in records]
     assert len(seen) == 3 * ranks
     for record in seen:
         assert_records_equal(record, seen[0])
@@ -161,40 +180,43 @@ def test_replays_where_attention_is_cut_by_rows(sizes: dict[str, int], partition
 
 def in_flight() -> None:
     """Two micro-batches whose recomputes come in any order give the gradients of the run without records."""
-    for host, options in ((gpt, {}), (hybrid, {"num_layers": 4})):
-        for order in ("01", "10", "sum"):
-            found, wanted = (two_micro_batches(order, host, options, replay) for replay in (True, False))
-            assert_equal(found, wanted, f"{host.__name__}, {order}")
+    two_micro_batches(build(gpt, **FULL), ("01", "10", "sum"))
+    # What is wrapped differs by host, and the order that a queue would get wrong is one.
+    two_micro_batches(build(hybrid, num_layers=4, **FULL), ("10",))
 
 
-def two_micro_batches(order: str, host: Any, options: dict[str, Any], replay: bool) -> dict[str, Any]:
-    """Losses and gradients, each forward replaying a record of its own."""
-    model = build(host, **FULL, **options)
-    batches = [tokens(step) for step in range(2)]
-    selections = ModelSelections(model)
+def two_micro_batches(model: Any, orders: Sequence[str]) -> None:
+    batches, selections = [tokens(step) for step in range(2)], ModelSelections(model)
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         return model(ids[:, :-1], None, None, labels=ids[:, 1:]).mean()
 
-    with torch.no_grad(), selections.recording() as recorder:
-        for ids in batches:
-            loss_of(ids)
-    losses = []
-    with projections() as calls:
-        for ids, record in zip(batches, recorder.finish(), strict=True):
-            if replay:
-                with selections.replaying(record):
-                    losses.append(loss_of(ids))
-            else:
+    def losses_and_gradients(order: str, ways: Sequence[Any]) -> dict[str, Any]:
+        model.zero_grad()
+        losses = []
+        for ids, way in zip(batches, ways, strict=True):
+            with way:
                 losses.append(loss_of(ids))
         if order == "sum":
             sum(losses).backward()
         else:
             for number in map(int, order):
                 losses[number].backward()
-    assert bool(calls) != replay
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"losses": [loss.detach() for loss in losses], "gradients": gradients}
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {"losses": [loss.detach() for loss in losses], "gradients": gradients}
+
+    with torch.no_grad(), selections.recording() as recorder:
+        for ids in batches:
+            loss_of(ids)
+    records = recorder.finish()
+    for order in orders:
+        with projections() as calls:
+            found = losses_and_gradients(order, [selections.replaying(record) for record in records])
+        assert calls == []
+        with projections() as calls:
+            wanted = losses_and_gradients(order, [contextlib.nullcontext()] * 2)
+        assert calls != []
+        assert_equal(found, wanted, order)
 
 
 @pytest.mark.parametrize("store", ["1", "0"])

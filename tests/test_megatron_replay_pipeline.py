@@ -50,7 +50,7 @@ def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tenso
     return mean, {"loss": mean.detach().clone()}
 
 
-def step(chunks: list[Any], replaying: Callable[[int], Any]) -> dict[str, Any]:
+def step(chunks: list[Any], replaying: Callable[[int], Any], *, forward_only: bool = False) -> dict[str, Any]:
     """Losses and gradients of one step; every forward of a chunk runs inside `replaying` of its micro-batch."""
 
     def forward(batches: Iterator[tuple[int, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -67,7 +67,7 @@ def step(chunks: list[Any], replaying: Callable[[int], Any]) -> dict[str, Any]:
         num_microbatches=MICROBATCHES,
         seq_length=ROWS,
         micro_batch_size=BATCH,
-        forward_only=False,
+        forward_only=forward_only,
     )
     gradients = [{n: p.grad.clone() for n, p in chunk.named_parameters() if p.grad is not None} for chunk in chunks]
     return {"losses": [loss["loss"] for loss in losses], "gradients": gradients}
@@ -88,7 +88,7 @@ def over_stages(pattern: str | None, options: dict[str, Any]) -> tuple[list[Sele
     for record in records:
         record.check()
     # Records of other micro-batches are other selections, and another loss.
-    other = step(chunks, lambda number: selections.replaying(records[number - 1]))
+    other = step(chunks, lambda number: selections.replaying(records[number - 1]), forward_only=True)
     if plain["losses"]:
         assert other["losses"] != plain["losses"]
     return records, [layer.layer_number for chunk in chunks for layer in attentions(chunk)]

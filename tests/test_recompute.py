@@ -149,6 +149,8 @@ SCHEDULES: dict[Callable[[Any], None], int] = {
     after_an_error_in_a_first_pass: 2,
     after_an_error_in_a_backward: 2,
 }
+# What an order or an error does to a carrier does not depend on what it is wrapped around.
+OF_EVERY_WAY = (in_reverse, evaluated_between)
 
 
 def schedules(way: str, every: bool) -> dict[str, Any]:
@@ -157,9 +159,7 @@ def schedules(way: str, every: bool) -> dict[str, Any]:
     layers, projected, results = attentions(model), [], {}
     for layer in layers:
         layer.indexer.register_forward_pre_hook(lambda *_: projected.append(True))
-    # What an order or an error does to a carrier does not depend on what it is wrapped around.
-    few = () if every else (one_without_backward, the_same_twice, in_order, after_an_error_in_a_first_pass)
-    for run, backwards in ((run, count) for run, count in SCHEDULES.items() if run not in few):
+    for run, backwards in SCHEDULES.items() if every else ((one, SCHEDULES[one]) for one in OF_EVERY_WAY):
         model.zero_grad()
         projected.clear()
         for layer in layers:

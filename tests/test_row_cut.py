@@ -201,6 +201,60 @@ def test_what_a_backend_keeps_of_a_piece_comes_back_with_it() -> None:
     assert run_ranks(tagged, 2) == [6, 6]
 
 
+class Raising(TorchBackend):
+    """Raises in one of its passes, in the piece after the first."""
+
+    def __init__(self, in_pass: str) -> None:
+        self.in_pass, self.calls = in_pass, {"forward": 0, "backward": 0}
+
+    def count(self, in_pass: str) -> None:
+        self.calls[in_pass] += 1
+        if in_pass == self.in_pass and self.calls[in_pass] == 2:
+            raise RuntimeError(f"raised in {in_pass}")
+
+    def attend(self, *call: Any) -> tuple[Tensor, ...]:
+        self.count("forward")
+        return TorchBackend.attend(*call)
+
+    def attend_backward(self, *call: Any) -> None:
+        self.count("backward")
+        TorchBackend.attend_backward(*call)
+
+
+def left_alone() -> list[str]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    case = Case.random([[(0, 41)]], 41, heads=2)
+    plan = SelectionPlan(case.layout, case.layout.bounds(case.position), RowPartition.zigzag(41, 2), rank)
+    mine = share(case, plan.partition, rank)
+    cut = RowCut(HeadExchange(plan.partition, group, 4), plan.attended_pieces(4))
+    call = AttentionCall(case.layout, plan.attended_own, case.scale, case.tail, 2**20)
+    said = []
+    for in_pass in ("forward", "backward"):
+        q = mine.q.clone().requires_grad_()
+        backend = Raising(in_pass) if rank == 1 else TorchBackend()
+        try:
+            out = attend(q, mine.kv, mine.selection, call, backend=backend, cut=cut)
+            (grad,) = torch.autograd.grad(out, q, mine.out_grad)
+            of_others = torch.zeros(41, dtype=torch.bool)
+            for part in plan.partition.slices(1):
+                of_others[part.start : part.stop] = True
+            said.append(f"NaN in {int(grad.isnan().any(-1).any(-1).any(-1)[of_others].sum())} rows of the other rank")
+            assert not grad[~of_others].isnan().any()
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    # Whatever became of the calls, the ranks are in step.
+    assert torch.equal(by_rows(mine, group, partition=plan.partition), replace(mine, selection=case.selection).out())
+    return said
+
+
+def test_a_rank_that_raises_leaves_nobody_waiting() -> None:
+    first, second = run_ranks(left_alone, 2, timeout=30.0)
+    assert second == ["raised in forward", "raised in backward"]
+    assert first[0].startswith("a rank of the query-shard group raised in the middle of a call")
+    rows = RowPartition.zigzag(41, 2).rows_of(1)
+    assert first[1] == f"NaN in {rows - 4} rows of the other rank"
+
+
 def what_travels(attend_bytes: int) -> tuple[int, int, int]:
     """Bytes received in forward and in backward, and the exchanges of forward."""
     group, ranks = dist.group.WORLD, dist.get_world_size()
@@ -214,8 +268,8 @@ def what_travels(attend_bytes: int) -> tuple[int, int, int]:
         out.backward(mine.out_grad)
     for call in (*forward.calls, *backward.calls):
         assert call.group is group
-        # Faults found on any rank: two numbers.
-        assert (call.name, call.output) == ("all_reduce", (torch.int64, (2,))) or call.name == "all_to_all_single"
+        # Faults found on any rank, and whether one raised: three numbers.
+        assert (call.name, call.output) == ("all_reduce", (torch.int64, (3,))) or call.name == "all_to_all_single"
         assert call.name == "all_reduce" or call.output[0] == torch.float32
     exchanges = [call for call in forward.calls if call.name == "all_to_all_single"]
     assert len(forward.calls) == len(exchanges) + 1

@@ -1,10 +1,17 @@
 """What is not published: weights that are not finite, or that no step can follow; the last good checkpoint stays."""
 
 import errno
+import gc
+import hashlib
+import io
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from harness import RanksFailed, megatron_ranks, run_ranks
@@ -15,9 +22,57 @@ from mcore_dsa.train.config import JobConfig
 ONE = "--training.steps 1 --training.warmup_steps 0"
 
 
-def full_disk(descriptor: int) -> None:
-    """At the end of a file: a disk that is full within one makes torch's writer end the process now and then."""
+def full_disk(*_: object) -> None:
+    """At the end of a file."""
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def full_disks() -> Iterator[Iterator[None]]:
+    """One after the other: the last rank's file ends too soon, or at its end; rank 0's `.metadata`, `metadata.json`."""
+    from mcore_dsa.train import digesting
+
+    rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
+    fsync, save_config = os.fsync, digesting.save_config
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def second(descriptor: int) -> None:
+        os.fsync = full_disk
+        fsync(descriptor)
+
+    def each() -> Iterator[None]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if rank == last else soft, hard))
+        yield
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        # What the failed write left behind.
+        gc.collect()
+        os.fsync = full_disk if rank == last else fsync
+        yield
+        os.fsync = second if rank == 0 else fsync
+        yield
+        os.fsync = fsync
+        digesting.save_config = full_disk if rank == 0 else save_config
+        yield
+
+    try:
+        yield each()
+    finally:
+        os.fsync, digesting.save_config = fsync, save_config
+
+
+def test_what_cannot_be_written_is_held_by_no_traceback() -> None:
+    class Full:
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    from mcore_dsa.train.digesting import _Digested
+
+    data = io.BytesIO(bytes(100))
+    with pytest.raises(OSError, match="No space") as raised:
+        _Digested(Full(), hashlib.sha256()).write(data.getbuffer())
+    # It would refuse, with a buffer of it in use.
+    data.close()
+    assert raised.value.__traceback__ is not None
 
 
 def damages(config: JobConfig) -> list[str]:
@@ -39,6 +94,8 @@ def damages(config: JobConfig) -> list[str]:
 
     trainer.train_step()
     save()
+    # One would outlive a rank that is killed.
+    assert psutil.Process().children() == []
     trainer.train_step()
     indexer = dict(trainer.chunks[0].named_parameters())
     frozen = next(weight for name, weight in indexer.items() if name.endswith("indexer.linear_wk.weight"))
@@ -51,11 +108,11 @@ def damages(config: JobConfig) -> list[str]:
         save()
         tensor.data.view(-1)[0] = before
     states = torch.get_rng_state()
-    fsync = os.fsync
-    if rank == last:
-        os.fsync = full_disk
-    save()
-    os.fsync = fsync
+    with full_disks() as disks:
+        for _ in disks:
+            save()
+    # Rank 0 removes what it cannot publish, after it has told the others.
+    assert rank or not (run_dir / "checkpoints" / "step_00000002").exists()
     assert latest_checkpoint(run_dir).step == 1
     assert torch.equal(torch.get_rng_state(), states)
     save()
@@ -68,15 +125,18 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_not_published(ranks: int, t
     config = tiny(tmp_path / "run", "--training.micro_batch_size 1")
     all_told = megatron_ranks(damages, ranks, config, tp=tp, env={FLAG: "1"})
     assert all(told == all_told[0] for told in all_told)
-    first, frozen, moment, disk, second = all_told[0]
+    first, frozen, moment, disk, at_end, *metadata, second = all_told[0]
     assert (first, second) == ("", "")
     name = "model.decoder.layers.0.self_attention.core_attention.indexer.linear_wk.weight"
     assert frozen == (
         f"weights after step 2: {name} is not finite on ranks [{ranks - 1}]; accepted are finite numbers alone"
     )
     assert "exp_avg_sq of the optimizer is not finite on ranks" in moment
-    assert disk.startswith(f"the checkpoint in {tmp_path}/run/checkpoints/step_00000002 cannot be written, ")
-    assert " bytes are free there: " in disk
+    for told in (disk, at_end):
+        assert told.startswith(f"the checkpoint in {tmp_path}/run/checkpoints/step_00000002 cannot be written, ")
+        assert " bytes are free there: " in told
+    written = f"the checkpoint in {tmp_path}/run/checkpoints/step_00000002 cannot be written: No space left on device"
+    assert metadata == [written, written]
 
 
 def test_weights_that_no_step_can_follow_are_not_published(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def share(call: Call, group: Any, **options: Any) -> Tensor:
     )
 
 
-def drop_in(call: Call, group: Any, **options: Any) -> Tensor:
+def drop_in(call: Call, group: Any, *, ape: float = 1.0, **options: Any) -> Tensor:
     """Token ids of the dense call over tokens whose keys and gates are made of the same numbers."""
     key = call.pool_key_PBD.repeat_interleave(POOL_SIZE, dim=0)
     rows = len(call.position_S)
@@ -57,14 +57,18 @@ def drop_in(call: Call, group: Any, **options: Any) -> Tensor:
         BUDGET * POOL_SIZE,
         POOL_SIZE,
         gate_score=key.flip(0),
-        ape=torch.linspace(-1, 1, POOL_SIZE).unsqueeze(1).expand(-1, DIM),
+        ape=torch.linspace(-ape, ape, POOL_SIZE).unsqueeze(1).expand(-1, DIM),
         query_shard_group=group,
         **options,
     )
     return token_ids
 
 
-def every_rank_selects(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
+def every_rank_selects(rows: int, kinds: tuple[str, ...]) -> list[tuple[Tensor, Tensor, int, int]]:
+    return [every_rank_selects_of(rows, kind) for kind in kinds]
+
+
+def every_rank_selects_of(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
     """The selection and token ids on this rank, with what it scored and saw; fresh buffers are full of winners."""
     rank, counters, call = dist.get_rank(), SelectionCounters(), pack(rows, kind)
     with Recorder() as log, poisoned():
@@ -94,10 +98,11 @@ def every_rank_selects(rows: int, kind: str) -> tuple[Tensor, Tensor, int, int]:
 )
 def test_every_rank_gets_the_unsharded_selection(ranks: int, rows: int) -> None:
     """Documents of two samples; fewer rows than ranks; none at all; ties in most rows, and in none."""
-    for kind in ("zeros", "plateau", "near") if rows == 1001 else ("plateau",):
+    kinds = ("zeros", "plateau", "near") if rows == 1001 else ("plateau",)
+    of_kinds = zip(*run_ranks(every_rank_selects, ranks, rows, kinds), strict=True)
+    for kind, found in zip(kinds, of_kinds, strict=True):
         call, alone = pack(rows, kind), SelectionCounters()
         expected, expected_ids = call.select(counters=alone), drop_in(call, None)
-        found = run_ranks(every_rank_selects, ranks, rows, kind)
         for selection, token_ids, _, _ in found:
             assert selection.dtype == token_ids.dtype == torch.int32
             assert torch.equal(selection, expected)

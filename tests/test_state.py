@@ -155,7 +155,7 @@ def test_left_padding_as_in_training() -> None:
     """A padded batch in pieces, with its mask: the selections of the layout made from the whole mask."""
     compared = 0
 
-    @settings(max_examples=80)
+    @settings(max_examples=40)
     @given(batches(), st.data())
     def run(case: Batch, data: st.DataObject) -> None:
         nonlocal compared
@@ -177,7 +177,7 @@ def test_left_padding_as_in_training() -> None:
         compared += int(valid_BS.sum())
 
     run()
-    assert compared >= 5_000
+    assert compared >= 2_000
 
 
 def test_a_long_sequence_token_by_token() -> None:

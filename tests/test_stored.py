@@ -10,9 +10,9 @@ from typing import Literal
 import pytest
 from harness import run_ranks
 from test_train import assert_equal_runs
-from train_runs import losses, start, tiny
+from train_runs import FLAG, losses, refusals, start, tiny
 
-from mcore_dsa.files import DIGESTS, digest_of
+from mcore_dsa.files import DIGESTS, digest_of, names_in, write_digests
 
 # One layout of two ranks, one of four; three steps, a checkpoint after each.
 SPREADS = {2: "", 4: "--parallel.tensor 2 --training.micro_batch_size 1"}
@@ -165,7 +165,27 @@ def test_where_nothing_is_whole(straight: tuple[int, Path], tmp_path: Path) -> N
     for step in (1, 2, 3):
         flip(folder(tmp_path / "copy", step) / "__0_0.distcp", 0.5)
     cases = [(tmp_path / name, *how) for name in ("copy", "none") for how in ((True, None), ("auto", None), (True, 2))]
-    damaged, *rest = run_ranks(found, ranks, [cases])[0][0]
+    unreadable = {"copy": (True, 7)}
+    for name in ("unmounted", "a file", "files"):
+        (tmp_path / name).mkdir()
+        unreadable[name] = ("auto", None)
+    (tmp_path / "unmounted" / "checkpoints").symlink_to("/nowhere")
+    (tmp_path / "a file" / "checkpoints").touch()
+    (tmp_path / "files" / "checkpoints").mkdir()
+    folder(tmp_path / "files", 1).touch()
+    cases += [(tmp_path / name, *how) for name, how in unreadable.items()]
+    damaged, *rest, of_step_7, unmounted, a_file, files = run_ranks(found, ranks, [cases])[0][0]
+    steps = f"; accepted are steps of checkpoints in {tmp_path / 'copy' / 'checkpoints'}: 1, 2, 3"
+    assert of_step_7 == f"resume_from is 7{steps}"
+    # Nothing starts anew in place of what may be there.
+    told = {
+        "unmounted": (unmounted, "a link to nothing, or to a volume that is not mounted"),
+        "a file": (a_file, "Not a directory"),
+        "files": (files, "Not a directory"),
+    }
+    for name, (line, why) in told.items():
+        read = f"{tmp_path / name / 'checkpoints'} cannot be read; accepted is a folder that can, or none: {why}: "
+        assert str(line).startswith(read)
     assert str(damaged).startswith(f"{folder(tmp_path / 'copy', 3) / '__0_0.distcp'} has SHA-256 ")
     assert str(damaged).endswith("; no earlier one is whole")
     auto, of_step_2, nothing, auto_of_nothing, step_2_of_nothing = rest
@@ -175,7 +195,21 @@ def test_where_nothing_is_whole(straight: tuple[int, Path], tmp_path: Path) -> N
         nothing
         == f"resume is true; accepted is false: {tmp_path / 'none' / 'checkpoints'} holds no complete checkpoint"
     )
-    assert str(step_2_of_nothing).startswith(f"{folder(tmp_path / 'none', 2)} is no folder; accepted is a checkpoint's")
+    assert str(step_2_of_nothing).startswith("resume_from is 2; accepted are steps of checkpoints in ")
+
+
+@pytest.mark.parametrize("straight", [2], indirect=True)
+def test_files_of_another_step_are_refused(straight: tuple[int, Path], tmp_path: Path) -> None:
+    """With a name, a step and digests that say otherwise."""
+    ranks, run_dir = straight
+    shutil.copytree(run_dir, tmp_path / "run")
+    shutil.rmtree(folder(tmp_path / "run", 2))
+    other = folder(tmp_path / "run", 3).rename(folder(tmp_path / "run", 2))
+    job = replace(other / "job.json", json.dumps({**json.loads((other / "job.json").read_text()), "step": 2}).encode())
+    write_digests(other, {name: digest_of(other / name) for name in names_in(other)})
+    config = tiny(tmp_path / "run", SPREADS[ranks], EVERY, "--resume-from 2")
+    told = run_ranks(refusals, ranks, [config], env={FLAG: "1"})
+    assert told == [[f"{job} is of step 2; accepted is that of the schedule beside it, 3"]] * ranks
 
 
 def test_the_older_one_continues_to_the_last_bit(straight: tuple[int, Path], tmp_path: Path) -> None:

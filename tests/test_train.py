@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,25 +17,24 @@ from train_runs import FLAG, ROOT, TINY, losses, metrics, refusals, run, start, 
 from mcore_dsa.train.config import JobConfig, parse_config
 
 
-def stored(run_dir: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the latest checkpoint: weights, and of the optimizer the main weights and both moments."""
-    folder = run_dir / "checkpoints" / (run_dir / "checkpoints/latest").read_text()
-    return run_ranks(read_tensors, 1, str(folder))[0]
-
-
-def read_tensors(folder: str) -> dict[str, torch.Tensor]:
+def stored(folders: list[str]) -> list[dict[str, torch.Tensor]]:
+    """Every tensor of some checkpoints: weights, and of the optimizer the main weights and both moments."""
     from megatron.core import dist_checkpointing
 
-    loaded = dist_checkpointing.load_plain_tensors(folder)
-    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+    loaded = [dist_checkpointing.load_plain_tensors(folder) for folder in folders]
+    return [{key: value for key, value in of.items() if isinstance(value, torch.Tensor)} for of in loaded]
+
+
+def latest(run_dir: Path) -> str:
+    return str(run_dir / "checkpoints" / (run_dir / "checkpoints/latest").read_text())
 
 
 def assert_equal_runs(left: Path, right: Path) -> None:
     assert losses(left) == losses(right)
-    tensors = stored(left), stored(right)
-    assert tensors[0].keys() == tensors[1].keys()
-    assert any("exp_avg_sq" in key for key in tensors[0])
-    assert [key for key in tensors[0] if not torch.equal(tensors[0][key], tensors[1][key])] == []
+    one, other = run_ranks(stored, 1, [latest(left), latest(right)])[0]
+    assert one.keys() == other.keys()
+    assert any("exp_avg_sq" in key for key in one)
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
 
 def test_torchrun_trains_compares_and_ends_with_a_line_of_json(tmp_path: Path) -> None:
@@ -106,13 +106,30 @@ SPREADS = {
 def test_a_resumed_run_continues_to_the_last_bit(spread: str, tmp_path: Path) -> None:
     ranks, options = SPREADS[spread]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    whole = start(tiny(straight, options), ranks)
-    first = start(tiny(resumed, options, "--training.steps 2"), ranks)
-    second = start(tiny(resumed, options, "--resume"), ranks)
-    assert (whole["first_step"], first["first_step"], second["first_step"]) == (1, 1, 3)
-    assert first["first_loss"] == whole["first_loss"]
+    whole = start(tiny(straight, options, "--checkpoint.save_every 2"), ranks)
+    ended_after_two_steps(straight, resumed)
+    second = start(tiny(resumed, options, "--checkpoint.save_every 2 --resume"), ranks)
+    assert (whole["first_step"], second["first_step"]) == (1, 3)
     assert second["last_loss"] == whole["last_loss"]
     assert len(set(losses(straight))) == 4
+    assert_equal_runs(straight, resumed)
+
+
+def ended_after_two_steps(run_dir: Path, copy: Path) -> None:
+    """What a run of four steps had left behind when its second checkpoint was whole."""
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("step_00000004"))
+    (copy / "checkpoints/latest").write_text("step_00000002")
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:2]))
+
+
+def test_a_run_continues_beyond_the_steps_that_were_planned(tmp_path: Path) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    whole = start(tiny(straight, "--parallel.tensor 1"), 1)
+    first = start(tiny(resumed, "--parallel.tensor 1 --training.steps 2"), 1)
+    second = start(tiny(resumed, "--parallel.tensor 1 --resume"), 1)
+    assert (first["first_step"], second["first_step"]) == (1, 3)
+    assert first["first_loss"] == whole["first_loss"]
     assert_equal_runs(straight, resumed)
 
 
@@ -151,33 +168,36 @@ def run_and_record_samples(config: JobConfig) -> list[int]:
     return samples
 
 
+EVERY = "--training.steps 3 --checkpoint.save_every 1"
+
+
 def test_a_checkpoint_cut_short_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    start(tiny(straight, "--checkpoint.save_every 1"))
+    start(tiny(straight, EVERY))
     with pytest.raises(RanksFailed, match="the power went"):
-        run_ranks(run_until_power_fails, 2, tiny(broken, "--checkpoint.save_every 1"), env={FLAG: "1"})
+        run_ranks(run_until_power_fails, 2, tiny(broken, EVERY), env={FLAG: "1"})
     checkpoints = broken / "checkpoints"
-    assert (checkpoints / "latest").read_text() == "step_00000002"
-    assert (checkpoints / "step_00000003").is_dir()
+    assert (checkpoints / "latest").read_text() == "step_00000001"
+    assert (checkpoints / "step_00000002").is_dir()
+    assert [line["step"] for line in metrics(broken)] == [1, 2]
+    start(tiny(broken, f"{EVERY} --resume"))
     assert [line["step"] for line in metrics(broken)] == [1, 2, 3]
-    start(tiny(broken, "--checkpoint.save_every 1 --resume"))
-    assert [line["step"] for line in metrics(broken)] == [1, 2, 3, 4]
     assert_equal_runs(straight, broken)
 
 
 def run_until_power_fails(config: JobConfig) -> None:
-    """The third checkpoint is written but for its last file when the run ends."""
+    """The second checkpoint is written but for its last file when the run ends."""
     from mcore_dsa.train import checkpointing
 
     write = checkpointing.dist_checkpointing.save
 
-    def fail_in_the_third(state: Any, folder: str, writer: Any) -> None:
+    def fail_in_the_second(state: Any, folder: str, writer: Any) -> None:
         write(state, folder, writer)
-        if folder.endswith("step_00000003"):
+        if folder.endswith("step_00000002"):
             (Path(folder) / "metadata.json").unlink(missing_ok=True)
             raise RuntimeError("the power went")
 
-    checkpointing.dist_checkpointing.save = fail_in_the_third
+    checkpointing.dist_checkpointing.save = fail_in_the_second
     run(config)
 
 
@@ -315,7 +335,7 @@ def test_ranks_that_were_told_different_things_say_so_on_every_rank(tmp_path: Pa
     with pytest.raises(RanksFailed) as failed:
         run_ranks(run_with_a_seed_of_its_own, 2, tiny(tmp_path))
     message = str(failed.value)
-    assert message.count("ValueError: configuration is") == 2
+    assert message.count("ValueError: training.seed is 1 on rank 1; accepted is rank 0's, 0\n") == 2
     assert not list(tmp_path.iterdir())
 
 

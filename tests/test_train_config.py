@@ -299,6 +299,13 @@ def test_a_comparison_needs_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(FLAG, "off")
     with pytest.raises(ValueError, match=f"compare_unsharded is true; accepted with {FLAG} off is false"):
         prepare(config, 2)
+    monkeypatch.setenv(FLAG, "zig-zag")
+    monkeypatch.setenv("MCORE_DSA_VERIFY", "perhaps")
+    with pytest.raises(
+        ValueError, match=f"^{FLAG} is 'zig-zag'; accepted are .*\n.*MCORE_DSA_VERIFY is 'perhaps'; [^\n]*$"
+    ):
+        prepare(config, 2)
+    monkeypatch.delenv("MCORE_DSA_VERIFY")
     monkeypatch.setenv(FLAG, "1")
     prepare(config, 2)
 

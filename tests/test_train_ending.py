@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import resource
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,16 @@ from attended_runs import (
     is_asked_to_stop,
     is_interrupted,
     is_killed,
+    is_killed_in_the_save,
+    is_told_to_end_at_once,
+    killed_with_launcher,
     raises,
     stops,
+    writes_to_a_weight,
 )
-from train_runs import FLAG, losses, start, tiny
+from test_train import assert_equal_runs
+from test_train_launch import assert_gone
+from train_runs import FLAG, start, tiny
 
 # Four steps, a checkpoint of each; a wait is spoken of after 1.5 s and ends the run after 2.
 RUN = "--training.steps 4 --checkpoint.save_every 1 --waiting.say_after_s 1.5 --waiting.end_after_s 2"
@@ -42,15 +49,11 @@ def disk_is_full() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, 2**14))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path) -> None:
-    straight, run_dir, last = tmp_path / "straight", tmp_path / "run", ranks - 1
-    start(tiny(straight, RUN), ranks)
+type Strike = Callable[..., Ended]
 
-    def fault(step: int, what: Callable[[], None], options: str = "--resume", *, of: int = last) -> Ended:
-        return attended(run_dir, ranks, RUN, options, fault=partial(in_step, step, what), of_rank=of)
 
-    # One rank is asked, the last or the first.
+def asked_to_stop(fault: Strike, ranks: int) -> None:
+    """One rank is asked, the last or the first."""
     shown = "--logging.progress true --logging.tensorboard true"
     asked = (
         fault(1, is_interrupted_without_tensorboard, shown, of=0) if ranks == 2 else fault(1, is_asked_to_stop, shown)
@@ -64,12 +67,11 @@ def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path)
     # rank 0 of the two had its TensorBoard broken.
     assert any("TensorBoard" in line and "goes on without" in line for line in said) == (ranks == 2)
 
-    raised = fault(2, raises, "--resume auto")
-    assert raised.statuses == [1] * ranks
-    assert re.fullmatch(rf"rank {last}: RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
 
+def waits_for_a_rank(fault: Strike, last: int) -> None:
+    """One that hangs, and one that is stopped."""
     hung = fault(2, hangs)
-    assert hung.statuses == [1] * ranks
+    assert hung.statuses == [1] * (last + 1)
     waits = rf"rank \d has waited \d s at step 2 in \w+ \(\w+, \w+.py:\d+\) for rank {last}, "
     assert re.fullmatch(rf"{waits}which is at step 2 in hangs, attended_runs.py:\d+", hung.last_word())
     # Said before it ends the run, and not by each rank that waits.
@@ -79,17 +81,57 @@ def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path)
     assert stopped.statuses == [1] * last + [None]
     assert re.fullmatch(rf"{waits}silent since .*", stopped.last_word())
 
-    whose = 0 if ranks == 2 else last
-    killed = fault(3, is_killed, of=whose)
+
+def ends_without_a_word(fault: Strike, last: int, whose: int) -> None:
+    """A rank that is killed, and one that is told to end at once."""
+    # In the step, and in the save after it.
+    where, kill = ("step 3", is_killed) if whose == 0 else ("the checkpoint of step 3", is_killed_in_the_save)
+    killed = fault(3, kill, of=whose)
     assert sorted(status or 0 for status in killed.statuses) == [-9] + [1] * last
-    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {whose}, silent since .*", killed.last_word())
+    assert re.fullmatch(rf"rank \d, at {where}, has lost rank {whose}, silent since .*", killed.last_word())
+
+    at_once = fault(3, is_told_to_end_at_once)
+    assert at_once.statuses == [1] * last + [128 + signal.SIGTERM]
+    assert re.fullmatch(rf"rank \d, at step 3, has lost rank {last}, silent since .*", at_once.last_word())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path) -> None:
+    straight, run_dir, last = tmp_path / "straight", tmp_path / "run", ranks - 1
+    start(tiny(straight, RUN), ranks)
+
+    def fault(step: int, what: Callable[[], None], options: str = "--resume", *, of: int = last) -> Ended:
+        return attended(run_dir, ranks, RUN, options, fault=partial(in_step, step, what), of_rank=of)
+
+    asked_to_stop(fault, ranks)
+
+    raised = fault(2, raises, "--resume auto")
+    assert raised.statuses == [1] * ranks
+    assert re.fullmatch(rf"rank {last}: RuntimeError at attended_runs.py:\d+: a bit has flipped", raised.last_word())
+
+    waits_for_a_rank(fault, last)
+    ends_without_a_word(fault, last, 0 if ranks == 2 else last)
+
+    assert_gone(killed_with_launcher(run_dir, ranks, RUN, "--resume", step=3))
+
+    # Of another stage of the pipeline, or another replica: no tensor-parallel group has both.
+    other = "--parallel.tensor 1 --parallel.pipeline 2" if ranks == 2 else ""
+    flags = attended(run_dir, ranks, RUN, "--resume", other, flags=lambda rank: "1" if rank < ranks // 2 else "perhaps")
+    assert flags.statuses == [2] * ranks
+    assert re.search(rf"^rank {ranks // 2}: {FLAG} is 'perhaps'; accepted are ", flags.last_word())
+
+    drifted = fault(3, writes_to_a_weight)
+    assert drifted.statuses == [1] * ranks
+    assert re.search(
+        rf"drift between replicas of weights: \S+wq_b.weight is .* on ranks \[{last}\]", drifted.last_word()
+    )
 
     full = fault(3, disk_is_full)
     assert full.statuses == [2] * ranks
     assert re.search(r"checkpoint .*cannot be written.*OSError", full.last_word())
 
     start(tiny(run_dir, RUN, "--resume"), ranks)
-    assert losses(run_dir) == losses(straight)
+    assert_equal_runs(straight, run_dir)
     # Nothing began anew.
     assert not (tmp_path / "run.1").exists()
 
@@ -106,16 +148,13 @@ def test_a_rank_that_never_starts_is_named(ranks: int, tmp_path: Path) -> None:
     )
 
 
-def test_a_refusal_of_one_rank_or_of_another_group_is_told_to_all(tmp_path: Path) -> None:
-    # Two tensor-parallel groups, of which the second cannot read its flag.
-    ended = attended(tmp_path / "run", 4, RUN, flags=lambda rank: "1" if rank < 2 else "perhaps")
-    assert ended.statuses == [2] * 4
-    assert f"{FLAG} is 'perhaps'; accepted are" in ended.last_word()
-    ended = attended(tmp_path / "run", 4, RUN, "--data nowhere")
-    assert ended.statuses == [2] * 4
-    assert (
-        ended.last_word() == "data has 'nowhere', which does not exist; accepted are files and folders on this machine"
-    )
+def test_ranks_that_no_torchrun_started_hear_of_each_other(tmp_path: Path) -> None:
+    """The store is rank 0's, which ends last."""
+    asked = attended(tmp_path / "run", 2, RUN, torchrun=False, fault=partial(in_step, 1, is_asked_to_stop), of_rank=1)
+    assert asked.statuses == [75, 75]
+    refused = attended(tmp_path / "run", 2, RUN, torchrun=False, flags=lambda rank: "1" if rank else "perhaps")
+    assert refused.statuses == [2, 2]
+    assert refused.last_word().startswith(f"{FLAG} is 'perhaps'; accepted are ")
 
 
 def test_a_refusal_is_one_line_and_shows_where_with_debug(tmp_path: Path) -> None:

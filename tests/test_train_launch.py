@@ -19,7 +19,7 @@ from pathlib import Path
 from mcore_dsa.train.ending import Status, StopRequest, die_with_launcher
 stop = StopRequest()
 stop.install()
-die_with_launcher()
+die_with_launcher(os.getppid())
 Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 if sys.argv[2] == "deaf":
     # In a call that no signal interrupts, as a collective is: a mutex locked twice.
@@ -28,15 +28,17 @@ if sys.argv[2] == "deaf":
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 while not stop():
     time.sleep(0.05)
+# As long as a step and a checkpoint.
+time.sleep(0.5)
 print("stopped", file=sys.stderr)
 sys.exit(Status.STOPPED)
 """
 
 
-def launched(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A launcher of two ranks that are ready, and their process ids."""
+def launched(folder: Path, *arguments: str, ranks: int = 2) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher of ranks that are ready, and their process ids."""
     (folder / "rank.py").write_text(RANK)
-    options = ["--standalone", "--nproc-per-node", "2", str(folder / "rank.py"), str(folder), *arguments]
+    options = ["--standalone", "--nproc-per-node", str(ranks), str(folder / "rank.py"), str(folder), *arguments]
     launcher = subprocess.Popen(
         [sys.executable, "-m", "mcore_dsa.train.launch", *options],
         stderr=subprocess.PIPE,
@@ -45,7 +47,7 @@ def launched(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], list
         # A shell's background jobs, and what they start, ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    return launcher, process_ids(launcher, [folder / "0", folder / "1"])
+    return launcher, process_ids(launcher, [folder / str(rank) for rank in range(ranks)])
 
 
 def process_ids(parent: subprocess.Popen[str], files: Sequence[Path]) -> list[int]:
@@ -66,24 +68,28 @@ def assert_gone(processes: Sequence[int]) -> None:
             time.sleep(0.05)
 
 
-def test_a_signal_goes_to_the_ranks_and_their_status_comes_back(tmp_path: Path) -> None:
-    launcher, ranks = launched(tmp_path, "obedient")
-    launcher.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGINT, 2), (signal.SIGTERM, 4)])
+def test_a_signal_goes_to_the_ranks_and_their_status_comes_back(number: int, count: int, tmp_path: Path) -> None:
+    """Also where who stops the job tells its processes, all of them but rank 0, and the launcher twice."""
+    launcher, ranks = launched(tmp_path, "obedient", ranks=count)
+    for process in [launcher.pid, *ranks[1:], *([launcher.pid] if number == signal.SIGTERM else [])]:
+        os.kill(process, number)
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 75
     # The ranks' words are the last ones: no traceback of the launcher's own.
-    assert said.splitlines()[-2:] == ["stopped", "stopped"]
+    assert said.splitlines()[-count:] == ["stopped"] * count
     assert_gone(ranks)
 
 
 def test_a_second_signal_kills_the_ranks(tmp_path: Path) -> None:
     launcher, ranks = launched(tmp_path, "deaf")
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.wait(0.5)
-    launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=60)
-    assert launcher.returncode == 128 + signal.SIGTERM
+    launcher.send_signal(signal.SIGINT)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert said == "mcore_dsa.train: error: ended at once by a second SIGINT; what no checkpoint has is lost\n"
     assert_gone(ranks)
 
 
@@ -96,6 +102,11 @@ def test_a_launcher_that_is_killed_takes_its_ranks_with_it(tmp_path: Path) -> No
     launcher.kill()
     launcher.wait()
     assert_gone([rank])
+
+
+def test_a_rank_whose_launcher_is_gone_already_ends() -> None:
+    late = "import os; from mcore_dsa.train.ending import die_with_launcher; die_with_launcher(os.getppid() + 1)"
+    assert subprocess.run([sys.executable, "-c", late]).returncode == -signal.SIGKILL
 
 
 def test_a_second_signal_ends_a_rank_that_does_not_come_out_of_a_call(tmp_path: Path) -> None:

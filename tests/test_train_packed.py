@@ -64,13 +64,12 @@ def run_until_killed(config: JobConfig) -> None:
     run(config)
 
 
-@pytest.mark.parametrize("pack", ["", "--pack --training.sequence_length 128"], ids=["dense", "packed"])
-def test_ten_steps_of_two_context_parallel_ranks_are_those_of_one(pack: str, text: str, tmp_path: Path) -> None:
-    options = (
-        "--parallel.tensor 1 --model.hidden_dropout 0 --training.micro_batch_size 1 --training.steps 10"
-        " --training.decay_steps 10"
-    )
-    config = tiny(tmp_path, text, options, pack)
+@pytest.mark.parametrize(
+    ("steps", "pack"), [(3, ""), (10, "--pack --training.sequence_length 128")], ids=["dense", "packed"]
+)
+def test_steps_of_two_context_parallel_ranks_are_those_of_one(steps: int, pack: str, text: str, tmp_path: Path) -> None:
+    options = "--parallel.tensor 1 --model.hidden_dropout 0 --training.micro_batch_size 1 --training.decay_steps 10"
+    config = tiny(tmp_path, text, options, f"--training.steps {steps}", pack)
     (one,), (moved,) = (megatron_ranks(losses_of, 1, config, move) for move in (False, True))
     split = replace(config, parallel=replace(config.parallel, context=2))
     two, again = megatron_ranks(losses_of, 2, split, False, cp=2)

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from packs import Pack
 from mcore_dsa import PoolLayout
 from mcore_dsa.backends import SelectionCounters
 from mcore_dsa.backends.torch import TorchBackend
-from mcore_dsa.megatron import KPoolDSAIndexer
+from mcore_dsa.megatron import KPoolDSAIndexer, ModelSelections
 from mcore_dsa.settings import ATTEND_SHARD_VARIABLE, PARTITION_VARIABLE, VERIFY_VARIABLE
 from mcore_dsa.source import Projections, Scored
 from mcore_dsa.verified import _beaten
@@ -94,7 +95,26 @@ def id_out_of_range(selection: torch.Tensor) -> None:
     selection[1, -2, 3] = 10**6
 
 
+def raises_in_projecting() -> None:
+    KPoolDSAIndexer.forward = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+
+
+def raises_in_selecting(again: bool) -> None:
+    """While this rank selects for itself, or for the rank before it."""
+    original, calls = TorchBackend.select, iter((again, not again, True))
+
+    def select(*args: Any, **options: Any) -> torch.Tensor:
+        if next(calls):
+            return original(*args, **options)
+        raise MemoryError("no memory left")
+
+    TorchBackend.select = staticmethod(select)
+
+
 FAULTS: dict[str, tuple[Any, bool, str]] = {
+    "no projections": (raises_in_projecting, False, r"\): rank 1: MemoryError: no memory left$"),
+    "no selection": (lambda: raises_in_selecting(False), False, r"\): rank 1: MemoryError: no memory left$"),
+    "no second selection": (lambda: raises_in_selecting(True), False, r"\): rank 1: MemoryError: no memory left$"),
     "a key": (
         lambda: not_finite("key_LBD", float("nan")),
         False,
@@ -132,7 +152,7 @@ def told_of_each() -> list[str]:
         model = gpt(config(num_layers=1))
         if on_all or dist.get_rank() == 1:
             inject()
-        with torch.no_grad(), pytest.raises(ValueError, match="accepted") as raised:
+        with torch.no_grad(), pytest.raises(ValueError, match="selections in layer 1") as raised:
             model(tokens()[:, :-1], None, None)
         KPoolDSAIndexer.forward, Scored.own_rows = before[:2]
         TorchBackend.select = staticmethod(before[2])
@@ -149,6 +169,57 @@ def test_what_is_wrong_is_named_on_every_rank(ranks: int) -> None:
     for (_, _, said), message in zip(FAULTS.values(), of_ranks[0], strict=True):
         assert message.startswith("selections in layer 1 of the query-shard group (ranks within it): ")
         assert re.search(said.format(**places), message), message
+
+
+def replayed() -> tuple[list[str], list[int]]:
+    """What is told of records that are sound and that rank 1 has written to, and how many rows this rank verified."""
+    model = gpt(config())
+    selections, ids, told, counts = ModelSelections(model), tokens()[:, :-1], [], []
+    row = 2 * ROWS // dist.get_world_size() - 2
+    with torch.no_grad():
+        with selections.recording() as recorder:
+            model(ids, None, None)
+        (record,) = recorder.finish()
+        of_half_T = torch.arange(len(record.recorded_T)) % ROWS < ROWS // 2
+        of_half = record.selection_xTK.masked_fill(~of_half_T.unsqueeze(-1), -1)
+        half = replace(record, selection_xTK=of_half, recorded_T=of_half_T)
+        cases = (record, "refuse", None), (half, "score", None), (record, "refuse", 10**6), (record, "refuse", -1)
+        for each, missing, value in cases:
+            # What all ranks agree on is known by now, and not asked for again.
+            assert (bool(each.digest), each.fault) == (True, "")
+            before = sum(layer.counters.verified_rows for layer in attentions(model))
+            if value is not None and dist.get_rank() == 1:
+                each.selection_xTK[1, row, -1] = value
+            try:
+                with selections.replaying(each, missing=missing):
+                    model(ids, None, None)
+                told.append("")
+            except ValueError as error:
+                told.append(str(error))
+            counts.append(sum(layer.counters.verified_rows for layer in attentions(model)) - before)
+    return told, counts
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replayed_selections_are_those_of_every_rank_s_record(ranks: int) -> None:
+    env = {**OFF, VERIFY_VARIABLE: str(ROWS), PARTITION_VARIABLE: "1"}
+    of_ranks = megatron_ranks(replayed, ranks, tp=ranks, env=env)
+    assert all(told == of_ranks[0][0] for told, _ in of_ranks)
+    sound, scored, strange, other = of_ranks[0][0]
+    assert (sound, scored) == ("", "")
+    begins, row = "selections in layer 2 of the query-shard group (ranks within it): ", 2 * ROWS // ranks - 2
+    assert strange == (
+        f"{begins}rank 1: ids that cannot be are selected in row {row} of sample 0; accepted are ascending ids of "
+        "complete pools that the row sees, -1 behind them"
+    )
+    following = 2 % ranks
+    assert other == (
+        f"{begins}rank {following}: rank 1 replays something else than the record of rank {following} in row {row} of "
+        "sample 0; accepted are equal records"
+    )
+    # Rows that are scored are verified as such too.
+    counted = [sum(counts) for counts in zip(*(counts for _, counts in of_ranks), strict=True)]
+    assert counted[:2] == [2 * ROWS * BATCH, 4 * ROWS * BATCH]
 
 
 def padding_is_not_read() -> int:

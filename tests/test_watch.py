@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import OFF, attentions, config, gpt, tokens
 from recorder import Recorder
 
+from mcore_dsa import watch
 from mcore_dsa.megatron import KPoolDSAttention
 from mcore_dsa.settings import ATTEND_SHARD_VARIABLE, DRIFT_VARIABLE, PARTITION_VARIABLE
 from mcore_dsa.source import Scored
@@ -68,6 +69,20 @@ def test_rows_of_another_order_and_none_at_all() -> None:
     assert torch.equal(row_digests(long), torch.cat([row_digests(row) for row in long.split(1)]))
 
 
+def test_a_forward_is_compared_when_its_turn_comes_or_it_is_asked_for() -> None:
+    def compared(every: int, asked: set[int]) -> list[int]:
+        watch, found = Watch(every, None, None), []
+        for forward in range(1, 9):
+            if forward in asked:
+                watch.compare_next()
+            if watch.begin(1, []) is not None:
+                found.append(forward)
+        return found
+
+    assert compared(4, {2, 8}) == [2, 4, 8]
+    assert compared(0, {2}) == []
+
+
 def poke(layer: KPoolDSAttention, name: str, value: float) -> None:
     """A write that no version counter sees, as of an optimizer of someone's own."""
     layer.indexer.get_parameter(name).data.flatten()[5].add_(value)
@@ -104,6 +119,18 @@ def corrupt_selection(layer: KPoolDSAttention) -> None:
     Watch.begin = begin
 
 
+def cannot_digest(layer: KPoolDSAttention) -> None:
+    """No memory for the digest of what is gathered, on this rank alone."""
+    original = Scored.gathered
+
+    def gathered(self: Scored, keys: torch.Tensor, plan: Any) -> torch.Tensor:
+        whole = original(self, keys, plan)
+        watch.row_digests = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+        return whole
+
+    Scored.gathered = gathered
+
+
 FAULTS: dict[str, tuple[Any, str]] = {
     "a weight": (
         lambda layer: poke(layer, "linear_wq_b.weight", 1e-3),
@@ -123,6 +150,10 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "selections that were gathered": (
         corrupt_selection,
         r"^selection in rows 88 ... 89 is '[0-9a-f]{16}' on ranks \[0.*\], .* on ranks \[1\]",
+    ),
+    "no memory for a digest": (
+        cannot_digest,
+        r"^digests are missing on ranks \[1\]; accepted are those of every rank$",
     ),
     "NaN in a weight": (
         lambda layer: poke(layer, "linear_weights_proj.weight", float("nan")),
@@ -149,13 +180,14 @@ def come_apart(what: str) -> tuple[str, int, bool]:
                 layer_of(ids, None, None)
         finally:
             Scored.gathered, Watch.begin = before
+            watch.row_digests = row_digests
     return str(raised.value), layer.watch.forwards, layer.watch.comparisons == 2
 
 
 def all_faults() -> list[tuple[str, int, bool]]:
     """One after the other, each with a model of its own and rows and attention cut another way."""
     told = []
-    flags = (("1", "heads"), ("0", "heads"), ("zigzag", "rows"), ("balanced", "heads"), ("1", "rows"))
+    flags = (("1", "heads"), ("0", "heads"), ("zigzag", "rows"), ("balanced", "heads"), ("1", "rows"), ("1", "heads"))
     for what, (flag, cut) in zip(FAULTS, flags, strict=True):
         os.environ |= {PARTITION_VARIABLE: flag, ATTEND_SHARD_VARIABLE: cut}
         told.append(come_apart(what))
@@ -210,9 +242,9 @@ def collectives_of(every: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_a_comparison_is_one_small_collective() -> None:
-    """Two words a weight and 64 blocks of keys, pool keys and selections each; none in the other forwards."""
+    """Two words a weight, 64 blocks of keys, pool keys and selections each, and one; none in other forwards."""
     for told in megatron_ranks(compared_and_not, 2, tp=2, env=OFF):
-        assert told == [[], [("all_gather_single", (1, 2 * 7 + 3 * BLOCKS))]]
+        assert told == [[], [("all_gather_single", (1, 2 * 7 + 3 * BLOCKS + 1))]]
 
 
 def compared_and_not() -> list[Any]:

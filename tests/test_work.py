@@ -23,7 +23,7 @@ from mcore_dsa.settings import Partition
 from mcore_dsa.work import best_partition, selection_work
 
 FLASH = Path(__file__).parents[1] / "configs" / "glm-5.3-flash.json"
-SCORE_BYTES = 8 << 20
+SCORE_BYTES = 3 << 20
 KINDS: tuple[Partition, ...] = ("contiguous", "zigzag", "balanced")
 ALL: tuple[Partition, ...] = ("off", *KINDS)
 
@@ -113,7 +113,7 @@ def peak_of_a_run(rows: int) -> list[int]:
 
 
 def test_peak_bytes_are_those_of_a_real_run() -> None:
-    rows = 24_576
+    rows = 8_192
     measured_peaks = run_ranks(peak_of_a_run, 2, rows, timeout=120)
     for number, kind in enumerate(ALL):
         options = {"group_size": 2, "partition": kind, "device": "cpu", "score_bytes": SCORE_BYTES}

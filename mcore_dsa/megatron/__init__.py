@@ -4,6 +4,7 @@ from mcore_dsa.megatron.attention import KPoolDSAttention
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
 from mcore_dsa.megatron.replay import ModelSelections
+from mcore_dsa.megatron.replicas import check_replicas
 from mcore_dsa.megatron.spec import (
     check_wiring,
     kpool_dsa_attention_spec,
@@ -19,6 +20,7 @@ __all__ = [
     "KPoolDSATransformerConfig",
     "KPoolDSAttention",
     "ModelSelections",
+    "check_replicas",
     "check_wiring",
     "kpool_dsa_attention_spec",
     "kpool_dsa_block_spec",

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 from dataclasses import fields
 from typing import cast
 
-import megatron.core
 import torch
+from megatron.core.package_info import VERSION
 from torch import Tensor
 
 from mcore_dsa import __version__
@@ -18,9 +18,12 @@ from mcore_dsa.backends import Backend, Choice
 from mcore_dsa.collectives import greatest
 from mcore_dsa.megatron.config import KPoolDSATransformerConfig
 from mcore_dsa.megatron.indexer import KPoolDSAIndexer
+from mcore_dsa.precision import user_precision
 from mcore_dsa.settings import ATTEND_BYTES_VARIABLE, PARTITION_VARIABLE, SCORE_BYTES_VARIABLE, Settings
 
 _log = logging.getLogger("mcore_dsa.megatron")
+# Its `__version__` ends in the commit of whatever repository Megatron is installed inside of, on hosts that have git.
+_MEGATRON = ".".join(map(str, VERSION[:3])) + "".join(map(str, VERSION[3:]))
 
 
 class Agreement:
@@ -36,6 +39,8 @@ class Agreement:
     ) -> None:
         self._config, self._settings, self._kernels, self._tp_group = config, settings, kernels, tp_group
         self._groups = [tp_group] if cp_group is None else [tp_group, cp_group]
+        names = {field.name for field in fields(config)}
+        self._of_config = [field.name for field in fields(SelectionContract) if field.name in names]
         self._agreed: Hashable = None
 
     def hold(
@@ -70,7 +75,9 @@ class Agreement:
             (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.requires_grad)
             for parameter in indexer.parameters()
         )
-        now = (backend, backend.numerics(query_SBHC.device), softmax_scale, *weights)
+        of_config = (getattr(self._config, name) for name in self._of_config)
+        numerics = backend.numerics(query_SBHC.device), user_precision(), indexer.k_norm.eps
+        now = (backend, *numerics, softmax_scale, *of_config, *weights)
         number = int.from_bytes(hashlib.blake2b(f"{source}; {documents}; {rows}".encode(), digest_size=7).digest())
         changed, any_lacks, most, least = greatest(
             [now != self._agreed, lacks, number, -number], self._groups, query_SBHC.device
@@ -109,13 +116,14 @@ class Agreement:
         documents: str,
         rows: str,
     ) -> SelectionContract:
-        named = {field.name for field in fields(SelectionContract)} & {field.name for field in fields(self._config)}
-        of_config = {name: getattr(self._config, name) for name in named}
+        of_config = {name: getattr(self._config, name) for name in self._of_config}
         of_module = {
             "settings": self._settings,
-            "versions": f"mcore_dsa {__version__}, torch {torch.__version__}, Megatron {megatron.core.__version__}",
+            "versions": f"mcore_dsa {__version__}, torch {torch.__version__}, Megatron {_MEGATRON}",
             "softmax_scale": softmax_scale,
             "backend": f"{backend.name}, {bits}",
+            "products": f"fp32 in {user_precision()}",
+            "dsa_indexer_k_norm_epsilon": indexer.k_norm.eps,
             "weights": weights_digest(indexer.named_parameters()),
             "source": source,
             "documents": documents,

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from mcore_dsa.megatron import recompute
 from mcore_dsa.megatron.attention import KPoolDSAttention
 from mcore_dsa.record import SelectionRecord
-from mcore_dsa.replay import Missing, Recorder, Replay, Replayed, recomputing
+from mcore_dsa.replay import Missing, Recorder, Replay, Replayed, VerifiedReplay, recomputing
 from mcore_dsa.source import SelectionRequest, SelectionSource
+from mcore_dsa.verified import Verified
 
 
 class ModelSelections:
@@ -98,9 +99,11 @@ class ModelSelections:
         for layer, module, own in self._seats:
             source: SelectionSource = own
             if self._replay is not None:
-                replayed = Replayed(replay=self._replay, layer=layer, fallback=own.source)
+                source = Replayed(replay=self._replay, layer=layer, fallback=own.source)
+                if isinstance(own.source, Verified):
+                    source = VerifiedReplay(source, own.source)
                 # A forward that begins without gradients is never recomputed.
-                source = _Counted(replayed, own) if torch.is_grad_enabled() else replayed
+                source = _Counted(source, own) if torch.is_grad_enabled() else source
             module.source = source if self._recorder is None else self._recorder.around(source, layer)
         self._seated = [part.source for _, part, _ in self._seats]
 
@@ -138,7 +141,7 @@ class _Own:
 class _Counted:
     """A replaying source that tells the module's own of each forward which only an open record can recompute."""
 
-    source: Replayed
+    source: SelectionSource
     own: _Own
 
     @property

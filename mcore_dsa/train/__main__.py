@@ -5,12 +5,17 @@ import os
 import sys
 import warnings
 
-from mcore_dsa.train.attendance import Attendance
-from mcore_dsa.train.config import parse_config
+from mcore_dsa.train.ending import die_with_launcher
 
 
 def main() -> int:
     """Parse the command line and train; a bad command line ends here, before Megatron is imported."""
+    # Before all that takes seconds to import. What else starts ranks may leave them to themselves.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_launcher(os.getppid())
+    from mcore_dsa.train.attendance import Attendance
+    from mcore_dsa.train.config import parse_config
+
     attendance = Attendance(debug="--debug" in sys.argv[1:])
     try:
         attendance.begin()

@@ -10,21 +10,22 @@ import traceback
 
 import torch.distributed as dist
 
-from mcore_dsa.train.board import Board, Failure
+from mcore_dsa.train.board import VARIABLES, Board, Failure
 from mcore_dsa.train.ending import (
     Status,
     StopRequest,
     causes,
-    die_with_launcher,
     leave_record,
     say,
     sentences_of,
 )
 from mcore_dsa.train.waiting import MISSED, Watch
 
-# Seconds that the watch gives the main thread to come out by itself, and the other ranks rank 0 to print why.
+# Seconds that the watch gives the main thread to come out by itself, the other ranks rank 0 to print why, and rank 0
+# the others to hear of it where it keeps their store.
 _MAIN_S = 1.0
 _RANK_0_S = 5.0
+_OTHERS_S = 10.0
 
 
 class Attendance:
@@ -44,14 +45,14 @@ class Attendance:
         self._board: Board | None = None
         self._watch: Watch | None = None
         self._main_ends = threading.Event()
+        self._under_way = False
         # Neither thread may end the process while the other prints.
         self._printing = threading.Lock()
 
     def begin(self) -> None:
-        """Attend to this process from here on; for the main thread of a rank that torchrun started, or of any other."""
+        """Attend to this process from here on; for the main thread of a rank, or of a process that is none."""
         self.stop.install()
-        if dist.is_torchelastic_launched():
-            die_with_launcher()
+        if all(name in os.environ for name in VARIABLES):
             self._board = Board.from_environment()
             self._watch = Watch(self._board, self._end_with)
             self._watch.start()
@@ -66,11 +67,16 @@ class Attendance:
         if self._watch is not None:
             self._watch.at(doing)
 
+    def under_way(self) -> None:
+        """A step is done: what one finds from here on is no refusal of what was asked for."""
+        self._under_way = True
+
     def close(self) -> None:
         """The run is over, and well: whoever ends from here on is missed by nobody."""
         self.stop.ignore()
-        if self._watch is not None:
+        if self._board is not None and self._watch is not None:
             self._watch.close()
+            self._board.leave(wait_s=_OTHERS_S)
 
     def failed(self, error: BaseException) -> int:
         """Tell all ranks what ended this one, see to it that one of them prints it, and return the status to end with.
@@ -79,7 +85,7 @@ class Attendance:
         """
         self.stop.ignore()
         self._main_ends.set()
-        lines, status = sentences_of(error)
+        lines, status = sentences_of(error, under_way=self._under_way)
         trace = "".join(traceback.format_exception(error)) if self._debug or status == Status.FAILED else ""
         mine = Failure(rank=self._rank, lines=lines, status=status, trace=trace)
         if self._board is None or self._watch is None:
@@ -117,10 +123,14 @@ class Attendance:
         with self._printing:
             while not board.last_word_claimed():
                 if time.monotonic() >= until and board.claim_last_word():
-                    return self._print(failure, own)
+                    status = self._print(failure, own)
+                    break
                 time.sleep(0.05)
-        leave_record(failure.lines)
-        return failure.status
+            else:
+                leave_record(failure.lines)
+                status = failure.status
+        board.leave(wait_s=_OTHERS_S)
+        return status
 
     def _print(self, failure: Failure, own: list[str] | None = None) -> int:
         sys.stderr.write(failure.trace)
@@ -139,6 +149,7 @@ def _comes_of_another_rank(error: BaseException) -> bool:
 
     Or a checkpoint that could not be read, whose reasons rank 0 alone knows.
     """
-    return getattr(error, "failures", None) == {} or any(
-        isinstance(cause, dist.DistError) or "gloo/" in str(cause) for cause in causes(error)
+    return any(
+        isinstance(cause, dist.DistError) or "gloo/" in str(cause) or getattr(cause, "failures", None) == {}
+        for cause in causes(error)
     )

@@ -1,22 +1,28 @@
 """What the ranks of a run tell one another outside collectives, through the store that their launcher keeps.
 
-A collective needs every rank; this needs the launcher alone, and so can say which rank is missing, and why.
+A collective needs every rank; this needs the launcher alone, and so can say which rank is missing, and why. Of a
+launcher that keeps no store, as torchrun does, rank 0 keeps it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Self
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FAILURE = "failure"
 _SAID = "said"
+_LEFT = "left"
+# What tells a rank of the others, whoever starts it.
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +64,23 @@ class Beat:
 
 
 class Board:
-    """One rank's connection. No call waits for another rank, so that threads may share it.
+    """One rank's connection. No call but `leave` waits for another rank, so that threads may share it.
 
     Attributes:
         rank: of this process.
         size: ranks of the run.
+        keeper: who keeps the store.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, keeper: str = "the launcher") -> None:
         self._store = store
         self.rank = rank
         self.size = size
+        self.keeper = keeper
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """The board of the run that torchrun's variables describe."""
+        """The board of the run that `VARIABLES` describe."""
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = TCPStore(
@@ -85,7 +93,8 @@ class Board:
             multi_tenant=True,
         )
         # Workers that are started again find the store of those before them.
-        return cls(PrefixStore(f"mcore_dsa/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, size)
+        own = PrefixStore(f"mcore_dsa/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        return cls(own, rank, size, keeper="the launcher" if agents else "rank 0")
 
     def fail(self, failure: Failure) -> Failure:
         """Tell every rank why this one ends.
@@ -106,6 +115,16 @@ class Board:
     def last_word_claimed(self) -> bool:
         """Whether some rank prints the failure."""
         return bool(self._store.check([_SAID]))
+
+    def leave(self, *, wait_s: float) -> None:
+        """This rank has nothing more to ask; rank 0, if it keeps the store, stays that long for those that may."""
+        until = time.monotonic() + wait_s
+        # The keeper may have gone first.
+        with suppress(DistError):
+            left = self._store.add(_LEFT, 1)
+            while self.keeper == f"rank {self.rank}" and left < self.size and time.monotonic() < until:
+                time.sleep(0.05)
+                left = self._store.add(_LEFT, 0)
 
     def beat(self, beat: Beat) -> None:
         """Write where this rank is."""

@@ -28,7 +28,7 @@ from mcore_dsa.train.digesting import DigestingSave
 from mcore_dsa.train.finite import refuse_not_finite
 from mcore_dsa.train.loop import Trainer
 from mcore_dsa.train.ran import differences, what_runs
-from mcore_dsa.train.stored import Checkpoint, folder_of, prune, publish, seal
+from mcore_dsa.train.stored import JOB, Checkpoint, folder_of, prune, publish, seal
 from mcore_dsa.train.together import of_every_rank, told_to_every_rank
 
 _logger = logging.getLogger(__name__)
@@ -89,11 +89,11 @@ def resume_changes(checkpoint: Checkpoint, config: JobConfig) -> str:
 def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spare: Path | None = None) -> None:
     """Write a checkpoint of the run as it stands and publish it; every rank has to call this.
 
-    Nothing is written of weights that are not finite, or whose next loss or gradient is not. Older checkpoints than
-    `checkpoint.keep` are removed, but for `spare`.
+    Nothing is written of weights that are not finite, whose next loss or gradient is not, or of ranks that came apart.
+    Older checkpoints than `checkpoint.keep` are removed, but for `spare`.
 
-    Raises: RuntimeError for such weights, ValueError for files that cannot be written, on every rank; the latest
-        checkpoint stays what it was.
+    Raises: RuntimeError for such weights, ValueError for such ranks and for files that cannot be written, on every
+        rank; the latest checkpoint stays what it was.
     """
     _refuse_wrecked(trainer)
     folder = folder_of(run_dir, trainer.step)
@@ -104,7 +104,7 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
     state = _sharded_state(trainer, loading=False) | {"rng": _random_states_sharded()}
-    writer = DigestingSave()
+    writer = DigestingSave(f"the checkpoint in {folder} cannot be written")
     try:
         dist_checkpointing.save(state, str(folder), writer)
     # Raised on every rank for what any could not write, in words on rank 0 alone; no subclass of Exception.
@@ -117,6 +117,10 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
         raise ValueError(
             f"the checkpoint in {folder} cannot be written, {free:,} bytes are free there: {'; '.join(told)}"
         ) from error
+    except ValueError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     digests = dict(itertools.chain.from_iterable(of_rank.items() for of_rank in of_every_rank(writer.digests)))
     job = {
         "step": trainer.step,
@@ -134,22 +138,38 @@ def save_checkpoint(trainer: Trainer, run_dir: Path, corpus_digest: str, *, spar
 def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Put a fresh trainer where the checkpoint's was; every rank has to call this.
 
-    Raises: RuntimeError on every rank for weights that are not finite.
+    Raises: ValueError for files that are what their digests say and cannot be taken for this model all the same, or are
+        of another step, on the rank that finds it, and on every rank where replicas of weights differ; RuntimeError on
+        every rank for weights that are not finite.
     """
     state = _sharded_state(trainer, loading=True)
     same_layout = checkpoint.layout == _layout(trainer.config)
     if same_layout:
         state["rng"] = _random_states_sharded()
-    loaded = dist_checkpointing.load(state, str(checkpoint.folder))
-    for name, chunk in trainer.named_chunks():
-        chunk.load_state_dict(loaded[name])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
-    trainer.scheduler.load_state_dict(loaded["scheduler"])
+    try:
+        loaded = dist_checkpointing.load(state, str(checkpoint.folder))
+        for name, chunk in trainer.named_chunks():
+            chunk.load_state_dict(loaded[name])
+        trainer.optimizer.load_state_dict(loaded["optimizer"])
+        trainer.scheduler.load_state_dict(loaded["scheduler"])
+        if same_layout:
+            _set_random_states(loaded["rng"])
+    # Of torch, of Megatron, and of whatever unpickles: of any kind. The first is no subclass of Exception.
+    except (Exception, CheckpointException) as error:
+        told = [f"rank {rank}: {cause[0]}" for rank, cause in getattr(error, "failures", {}).items()]
+        raise ValueError(
+            f"{checkpoint.folder} cannot be loaded, {'; '.join(told) or f'{type(error).__name__}: {error}'}; accepted "
+            "is a checkpoint of this model that a run wrote"
+        ) from error
     trainer.step = checkpoint.step
+    if trainer.scheduler.num_steps != trainer.step:
+        raise ValueError(
+            f"{checkpoint.folder / JOB} is of step {trainer.step}; accepted is that of the schedule beside it, "
+            f"{trainer.scheduler.num_steps}"
+        )
     refuse_not_finite(trainer, f"weights in {checkpoint.folder}")
-    if same_layout:
-        _set_random_states(loaded["rng"])
-    else:
+    trainer.check_replicas()
+    if not same_layout:
         _logger.warning(
             "%s was written under %s: weights and optimizer continue, random states start anew, and losses are not "
             "those of an uninterrupted run to the last bit",
@@ -161,6 +181,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def _refuse_wrecked(trainer: Trainer) -> None:
     """Weights may be finite and past use: after a step at a learning rate of 1e9 the next gradient is not."""
     refuse_not_finite(trainer, f"weights after step {trainer.step}")
+    trainer.check_replicas()
     states = _random_states()
     loss = trainer.next_loss()
     _set_random_states(states)

@@ -139,7 +139,13 @@ def _encoder(path: str) -> Callable[[bytes], npt.NDArray[np.int32]]:
         raise ValueError(f"tokenizer is {path!r}; accepted is a file such as tokenizer.json: {error}") from error
 
     def encode(text: bytes) -> npt.NDArray[np.int32]:
-        return np.array(tokenizer.encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int32)
+        try:
+            return np.array(tokenizer.encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int32)
+        # Of text that it has no token for, and of an id that is none.
+        except Exception as error:
+            raise ValueError(
+                f"tokenizer is {path!r}; accepted is one that knows every text, by ids below 2**31: {error}"
+            ) from error
 
     return encode
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
+from types import TracebackType
 
 # Linux's name for "signal me when my parent ends".
 _PR_SET_PDEATHSIG = 1
@@ -25,6 +27,11 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PROGRAM = "mcore_dsa.train"
 # What no library looks for and goes on: these are the reason, whatever was raised in their wake.
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG}
+# Where a ValueError says that ranks came apart, which no argument mends and another try may.
+_CAME_APART = {"mcore_dsa.watch", "mcore_dsa.verified", "mcore_dsa.megatron.replicas"}
+_STEPS = {"mcore_dsa.train.loop"}
+# A process may be told one stop twice: by who stops a whole job, systemd or SLURM, and by its launcher.
+SAME_STOP_S = 5.0
 
 
 class Status(IntEnum):
@@ -50,16 +57,38 @@ class Stopped(Exception):
         super().__init__(f"stopped after {after}")
 
 
+class Requests:
+    """Requests to end, of which one may come as the same signal twice.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last = (0, 0.0)
+
+    def add(self, number: int, *, same_s: float = SAME_STOP_S) -> bool:
+        """Whether a signal is a request, and not the last one again, no more than `same_s` later."""
+        now, (last, since) = time.monotonic(), self._last
+        if self.count and as_stop(number) == last and now - since <= same_s:
+            return False
+        self.count += 1
+        self._last = as_stop(number), now
+        return True
+
+
 class StopRequest:
-    """Whether SIGTERM or SIGINT has asked this process to end; a second one ends it at once.
+    """Whether a signal has asked this process to end; a second request ends it at once.
 
     Python runs a handler between two operations of the main thread, which may wait in a collective for good. So a
     thread reads the signals from the pipe into which the interpreter writes them as they come.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
+        self._requests = Requests()
         self._asked = False
         self._ignored = False
 
@@ -73,7 +102,9 @@ class StopRequest:
         write.setblocking(False)
         signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         for number in self.SIGNALS:
-            signal.signal(number, lambda *_: None)
+            # `nohup` has a process ignore the end of its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=self._in_child)
         threading.Thread(target=self._read, args=(read, write), name="signals", daemon=True).start()
 
@@ -86,7 +117,7 @@ class StopRequest:
         for number in iter(lambda: read.recv(1), b""):
             if self._ignored or number[0] not in self.SIGNALS:
                 continue
-            if self._asked:
+            if self._requests.add(number[0]) and self._requests.count > 1:
                 os._exit(128 + number[0])
             self._asked = True
 
@@ -98,21 +129,42 @@ class StopRequest:
             signal.signal(number, signal.SIG_IGN)
 
 
-def die_with_launcher() -> None:
+def as_stop(number: int) -> int:
+    """The signal that a process takes this one for: what a terminal's end asks for is what SIGTERM does."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
+def die_with_launcher(launcher: int) -> None:
     """Be killed when the process that started this one ends, on Linux: nobody would be left to stop it.
 
-    A launcher that ended before this call is found gone by the `Watch`, for the store ends with it.
+    Args:
+        launcher: that process; where it has ended before this call, this one ends with it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def sentences_of(error: BaseException) -> tuple[list[str], Status]:
-    """What an error says, a line for each fault, and what a process ends with for it."""
-    if isinstance(error, ValueError) and str(error):
-        return [line for line in str(error).splitlines() if line.strip()], Status.REFUSED
+def sentences_of(error: BaseException, *, under_way: bool = False) -> tuple[list[str], Status]:
+    """What an error says, a line for each fault, and what a process ends with for it.
+
+    Refused is what this package refuses, and what a file or a disk does not do: not an error of anything else, which
+    has a place to tell, nor ranks that came apart.
+
+    Args:
+        under_way: whether the run has done a step, after which a step finds nothing that could have been asked for
+            otherwise.
+    """
+    # Once, though of two paths perhaps.
+    said = list(dict.fromkeys(line for line in str(error).splitlines() if line.strip()))
+    if isinstance(error, ValueError) and said and _is_raised_here(error):
+        came_apart = _CAME_APART | (_STEPS if under_way else set())
+        return said, Status.FAILED if _modules_of(error) & came_apart else Status.REFUSED
     for cause in causes(error):
-        if isinstance(cause, OSError) and (cause is error or cause.errno in _DISK_FAULTS) and cause.strerror:
+        if not isinstance(cause, OSError) or not cause.strerror:
+            continue
+        if cause.errno in _DISK_FAULTS or (cause is error and cause.filename is not None):
             return [f"{cause.filename or 'a file'}: {cause.strerror}"], Status.REFUSED
     if failures := getattr(error, "failures", None):
         told = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures.items())
@@ -157,10 +209,30 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             todo += [value[0] for value in failures.values() if isinstance(value, tuple) and value]
 
 
-def _place_of(error: BaseException) -> str:
-    trace = error.__traceback__
-    if trace is None:
-        return ""
-    while trace.tb_next is not None:
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether a `raise` of this package is where an error comes from; not what an operation in it runs into."""
+    trace = _innermost(error)
+    if trace is None or not trace.tb_frame.f_globals.get("__name__", "").startswith("mcore_dsa."):
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _modules_of(error: BaseException) -> set[str]:
+    """Those through which an error came."""
+    modules, trace = set(), error.__traceback__
+    while trace is not None:
+        modules.add(trace.tb_frame.f_globals.get("__name__", ""))
         trace = trace.tb_next
-    return f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+    return modules
+
+
+def _place_of(error: BaseException) -> str:
+    trace = _innermost(error)
+    return f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else ""
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace

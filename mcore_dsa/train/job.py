@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from mcore_dsa import patches
 from mcore_dsa.binding import CheckpointBinding
 from mcore_dsa.settings import PARTITION_VARIABLE, read_settings, unknown_variables
 from mcore_dsa.train.attendance import Attendance
+from mcore_dsa.train.board import VARIABLES
 from mcore_dsa.train.checkpointing import load_checkpoint, resume_changes, resume_faults, save_checkpoint
+from mcore_dsa.train.comparison import Comparison, losses_of, partition_off, store, stored
 from mcore_dsa.train.config import JobConfig
 from mcore_dsa.train.data import Corpus, read_corpus
 from mcore_dsa.train.ending import Status, Stopped
@@ -38,7 +40,7 @@ from mcore_dsa.train.report import RunLog, Summary
 from mcore_dsa.train.run_dir import METRICS, RunDir, owned, refuse_something_else
 from mcore_dsa.train.samples import Packs, Windows, samples_of
 from mcore_dsa.train.stored import Checkpoint, find_start, rewind
-from mcore_dsa.train.together import told_to_every_rank
+from mcore_dsa.train.together import refuse_differences, told_to_every_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -73,8 +75,9 @@ def prepare(config: JobConfig, world_size: int) -> Job:
 
     Raises: ValueError listing values that cannot run, all those found, each with its field and what is accepted.
     """
-    faults = faults_of(config, world_size)
-    if config.compare_unsharded and read_settings().partition.value == "off":
+    settings = read_settings()
+    faults = [*faults_of(config, world_size), *settings.faults]
+    if config.compare_unsharded and settings.partition.value == "off" and not settings.partition.fault:
         faults.append(f"compare_unsharded is true; accepted with {PARTITION_VARIABLE} off is false: nothing is sharded")
     if faults:
         raise ValueError("\n".join(faults))
@@ -145,20 +148,20 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
         distributed_timeout_minutes=math.ceil(_timeout(job.config) / timedelta(minutes=1)),
     )
     try:
-        _check_agreement(job)
+        digests = {
+            "digest of data": job.corpus.digest,
+            "digest of evaluation.data": None if job.evaluated is None else job.evaluated.digest,
+        }
+        refuse_differences({**asdict(job.config), **digests})
         with owned(job.run_dir) as run_dir:
             start = _start_of(job)
             if start is not None and start.step >= job.config.training.steps:
-                return _nothing_left(job)
+                return _nothing_left(job, attendance)
             result = _run_steps(job, start, attendance, title="train", run_dir=run_dir)
             identical = None
             if job.config.compare_unsharded:
-                # The first model, in reference cycles, would stay beside the second.
-                gc.collect()
-                with _partition_off():
-                    # A loss that is not a number has ended the run, so equal floats have equal bits.
-                    again = _run_steps(job, start, attendance, title="unsharded")
-                    identical = again.losses == result.losses
+                comparison = Comparison(done=0 if start is None else start.step, steps=job.config.training.steps)
+                identical = _compare(job, start, comparison, result.losses, attendance)
     finally:
         parallel_state.destroy_model_parallel()
     training = job.config.training
@@ -179,11 +182,13 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
 
 
 def run(config: JobConfig, attendance: Attendance) -> Status:
-    """Train in a process that torchrun started, and print the summary as the last line of rank 0's stdout.
+    """Train in a process that torchrun started, or another launcher that sets `VARIABLES`.
+
+    The summary is the last line of rank 0's stdout.
 
     Returns: what to end with.
 
-    Raises: as `prepare` and `train`, and ValueError where torchrun did not start the process.
+    Raises: as `prepare` and `train`, and ValueError where the variables are not there.
     """
     applied = patches.apply()
     _logger.info(
@@ -193,8 +198,11 @@ def run(config: JobConfig, attendance: Attendance) -> Status:
     )
     if os.environ.get("RANK", "0") == "0" and (unknown := unknown_variables()):
         _logger.warning("%s: set, and no settings; mcore-dsa doctor lists those", ", ".join(unknown))
-    if not dist.is_torchelastic_launched():
-        raise ValueError("the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ...")
+    if not all(name in os.environ for name in VARIABLES):
+        raise ValueError(
+            "the launcher is not torchrun; accepted is torchrun --nproc-per-node N -m mcore_dsa.train ..., or one that "
+            f"sets {', '.join(VARIABLES)}"
+        )
     job = prepare(config, int(os.environ["WORLD_SIZE"]))
     with _process_group(config):
         first = dist.get_rank() == 0
@@ -261,6 +269,7 @@ def _run_steps(
             attendance.at(f"step {trainer.step + 1}")
             report = train_step()
             if trainer.step == done + 1:
+                attendance.under_way()
                 # No sooner: what only a forward can find leaves an earlier run in its place.
                 if run_dir is not None:
                     _open_run_dir(job, start, run_dir)
@@ -285,24 +294,6 @@ def _run_steps(
         indexer_seconds=sum(report.indexer_seconds for report in reports),
         flag=partition,
     )
-
-
-def _check_agreement(job: Job) -> None:
-    own = {
-        "configuration": asdict(job.config),
-        "digest of data": job.corpus.digest,
-        "digest of evaluation.data": None if job.evaluated is None else job.evaluated.digest,
-    }
-    of_ranks: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, own)
-    faults = [
-        f"{name} is {values[name]} on rank {rank}; accepted is rank 0's: {of_ranks[0][name]}"
-        for rank, values in enumerate(of_ranks)
-        for name in own
-        if values[name] != of_ranks[0][name]
-    ]
-    if faults:
-        raise ValueError("\n".join(faults))
 
 
 def _open_run_dir(job: Job, start: Checkpoint | None, run_dir: RunDir) -> None:
@@ -338,8 +329,32 @@ def _tell_data(job: Job) -> None:
             _logger.warning("%d entries of %s were left out, among them %s", len(corpus.left_out), field, some)
 
 
-def _nothing_left(job: Job) -> Summary:
-    """Of a run that an automatic restart finds finished."""
+def _compare(
+    job: Job, start: Checkpoint | None, comparison: Comparison, losses: list[float], attendance: Attendance
+) -> bool:
+    """Whether the steps from `start` on have these losses with the indexer unsharded too."""
+    store(job.run_dir, comparison)
+    # The first model, in reference cycles, would stay beside the second.
+    gc.collect()
+    with partition_off():
+        # A loss that is not a number has ended the run, so equal floats have equal bits.
+        identical = _run_steps(job, start, attendance, title="unsharded").losses == losses
+    store(job.run_dir, replace(comparison, identical=identical))
+    return identical
+
+
+def _compare_again(job: Job, attendance: Attendance) -> bool:
+    """What came of the comparison of a finished run; it is made where the process that began it was cut short."""
+    comparison = stored(job.run_dir, job.config.training.steps)
+    if comparison.identical is not None:
+        return comparison.identical
+    losses = losses_of(job.run_dir, comparison)
+    start = find_start(job.run_dir, True, comparison.done) if comparison.done else None
+    return _compare(job, start, comparison, losses, attendance)
+
+
+def _nothing_left(job: Job, attendance: Attendance) -> Summary:
+    """Of a run that an automatic restart finds finished, but for the comparison perhaps."""
     config, partition = job.config, read_settings().partition.value
     return Summary(
         steps=config.training.steps,
@@ -350,22 +365,9 @@ def _nothing_left(job: Job) -> Summary:
         indexer_share=None,
         flag=partition,
         group_size=config.parallel.tensor if partition != "off" else 1,
-        unsharded_losses_bit_identical=None,
+        unsharded_losses_bit_identical=_compare_again(job, attendance) if config.compare_unsharded else None,
         run_dir=config.run_dir,
     )
-
-
-@contextlib.contextmanager
-def _partition_off() -> Iterator[None]:
-    before = os.environ.get(PARTITION_VARIABLE)
-    os.environ[PARTITION_VARIABLE] = "off"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[PARTITION_VARIABLE]
-        else:
-            os.environ[PARTITION_VARIABLE] = before
 
 
 @contextlib.contextmanager

@@ -14,12 +14,18 @@ import signal
 import sys
 from collections.abc import Collection, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from mcore_dsa.train.ending import SAME_STOP_S, Requests, as_stop, say
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# `timeout --signal INT` sends it twice in a moment; nobody presses keys so fast.
+_SAME_KEYS_S = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns: 0, or the status of the ranks; 128 + n where signal n ended one of them.
     """
+    forward = _Forward()
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, forward)
     # Of the signals that torchrun would take for itself, one that nobody sends.
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     # Ranks that are left when one has failed say what they know well before.
@@ -34,15 +44,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The ranks say what there is to say: not the stores and sockets that their ends close.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.ERROR)
-    forward = _Forward()
-    for number in _SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, forward)
+    # Seconds, in which a signal is answered as well.
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
         torchrun.main(None if arguments is None else list(arguments))
     except ChildFailedError as error:
-        return status_of([failure.exitcode for failure in error.failures.values()])
+        return ended(error)
     return 0
+
+
+def ended(error: ChildFailedError) -> int:
+    """What the launcher ends with after this, which it says of a rank that could not."""
+    rank, first = error.get_first_failure()
+    if first.exitcode < 0:
+        say([f"rank {rank} was ended by {_name_of(-first.exitcode)}"])
+    return status_of([failure.exitcode for failure in error.failures.values()])
 
 
 def status_of(codes: Collection[int]) -> int:
@@ -58,18 +76,29 @@ class _Forward:
     """Hands signals to the ranks, and ends this process when they have."""
 
     def __init__(self) -> None:
-        self._seen = 0
+        self._requests = Requests()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._seen += 1
-        # Ranks take a terminal's end for what it means to this process.
-        told = signal.SIGKILL if self._seen > 1 else signal.SIGTERM if number == signal.SIGHUP else number
+        # Who presses Ctrl-C twice means it.
+        if not self._requests.add(number, same_s=_SAME_KEYS_S if number == signal.SIGINT else SAME_STOP_S):
+            return
+        again = self._requests.count > 1
         children = [child.pid for child in psutil.Process().children()]
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, told)
+                os.kill(pid, signal.SIGKILL if again else as_stop(number))
         codes = [_code_of(pid) for pid in children]
-        sys.exit(status_of(codes) if codes and self._seen == 1 else 128 + number)
+        status = 128 + number if again or not codes else status_of(codes)
+        if status > 128:
+            signals = f"a second {_name_of(number)}" if again else _name_of(status - 128)
+            say([f"ended at once by {signals}; what no checkpoint has is lost"])
+        sys.exit(status)
+
+
+def _name_of(number: int) -> str:
+    """A signal, with what sends it most often where that is no person."""
+    reason = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
+    return signal.Signals(number).name + reason
 
 
 def _code_of(pid: int) -> int:

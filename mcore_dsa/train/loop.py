@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from mcore_dsa.binding import CheckpointBinding
+from mcore_dsa.megatron import check_replicas
+from mcore_dsa.settings import read_settings
 from mcore_dsa.train.config import JobConfig, TrainingConfig
 from mcore_dsa.train.counts import RankCounts, model_flops
 from mcore_dsa.train.model import attentions, build_chunks
@@ -98,6 +100,8 @@ class Trainer:
         self._attentions = attentions(self.chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(config.training), self.chunks)
         self.scheduler = _scheduler(config.training, self.optimizer)
+        self._compared_every = read_settings().drift_every.value
+        self.check_replicas()
         # All chunks share one configuration, and Megatron's schedules look there for these.
         shared = self.chunks[0].config
         shared.grad_scale_func = self.optimizer.scale_loss
@@ -106,7 +110,7 @@ class Trainer:
     def train_step(self) -> StepReport:
         """One step: forward and backward over the global batch, reduced gradients, an update.
 
-        Raises: RuntimeError where a gradient is not finite.
+        Raises: RuntimeError where a gradient is not finite; as `check_replicas`, as often as the drift watch compares.
         """
         started, before = time.perf_counter(), RankCounts.so_far(self._attentions)
         training = self.config.training
@@ -119,6 +123,8 @@ class Trainer:
         _, gradient_norm, _ = self.optimizer.step()
         loss, stopped = _over_all_ranks(sums, self._device, stop=self._stop())
         self.step += 1
+        if self._compared_every and self.step % self._compared_every == 0:
+            self.check_replicas()
         own = RankCounts.so_far(self._attentions).since(before)
         counts = own.of_all_ranks(self._device)
         return StepReport(
@@ -150,10 +156,12 @@ class Trainer:
         """The loss of the samples that come next, forward and backward, without an update.
 
         Of a micro batch for each pipeline stage; random states move on, and gradients are left for the next step to
-        clear.
+        clear. What the ranks hold alike is compared, however long it is to the next time.
 
-        Raises: RuntimeError where a gradient is not finite.
+        Raises: RuntimeError where a gradient is not finite; ValueError where ranks have come apart.
         """
+        for attention in self._attentions:
+            attention.watch.compare_next()
         self._clear_gradients()
         # The interleaved schedule wants as many as there are stages.
         count = min(self.config.parallel.pipeline, self.config.micro_batches(dist.get_world_size()))
@@ -166,6 +174,13 @@ class Trainer:
         if len(self.chunks) == 1:
             return [("model", self.chunks[0].module)]
         return [(f"model{index}", chunk.module) for index, chunk in enumerate(self.chunks)]
+
+    def check_replicas(self) -> None:
+        """Make sure that ranks which hold the same weights hold the same bits; every rank has to call this.
+
+        Raises: ValueError on every rank, naming weights and ranks.
+        """
+        check_replicas([chunk for _, chunk in self.named_chunks()])
 
     def _clear_gradients(self) -> None:
         for chunk in self.chunks:

@@ -33,7 +33,7 @@ class Summary:
     Attributes:
         steps: steps done in the whole run.
         first_step: the first of them done by this process: 1, or the one after the checkpoint it resumed from. None,
-            as all below, where an automatic restart found that none is left to do.
+            as what is measured below, where an automatic restart found that none is left to do.
         first_loss: loss of that step.
         last_loss: loss of the last step.
         tokens_per_s: tokens of all ranks in a second, padding of packs with them, over the steps of this process,

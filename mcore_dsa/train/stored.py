@@ -7,8 +7,10 @@ it is on disk, so that a checkpoint cut short is never taken for a complete one.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from mcore_dsa.files import DIGESTS, differing, digest_of, names_in, read_digests, replace_text, sync, write_digests
 from mcore_dsa.hf_config import parse_json, shown
 from mcore_dsa.train.run_dir import CHECKPOINTS, set_aside
-from mcore_dsa.train.together import of_every_rank
+from mcore_dsa.train.together import of_every_rank, told_to_every_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -67,9 +69,11 @@ def find_start(run_dir: Path, resume: bool | Literal["auto"], resume_from: int |
     """
     if not resume and resume_from is None:
         return None
-    # Every rank lists, so that all go by what rank 0 sees.
-    name, fault, others = of_every_rank(_asked(run_dir, resume_from))[0]
     folder, found = run_dir / CHECKPOINTS, None
+    with told_to_every_rank(f"{folder} cannot be read; accepted is a folder that can, or none"):
+        asked = _asked(folder, resume_from)
+    # Every rank lists, so that all go by what rank 0 sees.
+    name, fault, others = of_every_rank(asked)[0]
     if name is not None:
         found, fault = _whole(folder / name)
     if fault is None:
@@ -79,6 +83,8 @@ def find_start(run_dir: Path, resume: bool | Literal["auto"], resume_from: int |
         if found is not None:
             break
     if resume == "auto" and resume_from is None:
+        if found is None:
+            _refuse_unreadable(folder, others if name is None else [name, *others])
         if dist.get_rank() == 0 and (name is not None or others):
             taken = "the run starts anew" if found is None else f"the run continues from {found.folder.name}"
             _logger.warning("%s; %s", fault, taken)
@@ -150,7 +156,13 @@ def prune(run_dir: Path, keep: int | None, spare: Path | None) -> None:
 
 def _names(folder: Path) -> list[str]:
     """Checkpoints by name, whole or not, the newest first."""
-    names = [child.name for child in folder.iterdir()] if folder.is_dir() else []
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        if folder.is_symlink():
+            told = "a link to nothing, or to a volume that is not mounted"
+            raise FileNotFoundError(errno.ENOENT, told, str(folder)) from None
+        names = []
     return sorted((name for name in names if _NAME.fullmatch(name)), key=_step, reverse=True)
 
 
@@ -160,14 +172,19 @@ def _step(name: str) -> int:
     return int(match[1])
 
 
-def _asked(run_dir: Path, resume_from: int | None) -> tuple[str | None, str | None, Sequence[str]]:
-    """The checkpoint asked for, or why there is none, and those that are older."""
-    folder = run_dir / CHECKPOINTS
-    try:
-        names = _names(folder)
-        name, fault = _latest(folder, names) if resume_from is None else (folder_of(run_dir, resume_from).name, None)
-    except OSError as error:
-        return None, f"{folder} cannot be read: {error.strerror}", []
+def _asked(folder: Path, resume_from: int | None) -> tuple[str | None, str | None, Sequence[str]]:
+    """The checkpoint asked for, or why there is none, and those that are older.
+
+    Raises: OSError where the folder cannot be read.
+    """
+    names = _names(folder)
+    if resume_from is None:
+        name, fault = _latest(folder, names)
+    else:
+        name, fault = folder_of(folder.parent, resume_from).name, None
+        if name not in names:
+            steps = ", ".join(str(_step(other)) for other in reversed(names)) or "none, which null stands for"
+            return None, f"resume_from is {resume_from}; accepted are steps of checkpoints in {folder}: {steps}", []
     return name, fault, names if name is None else [other for other in names if _step(other) < _step(name)]
 
 
@@ -185,6 +202,13 @@ def _latest(folder: Path, names: Sequence[str]) -> tuple[str | None, str | None]
     if said in names:
         return said, None
     return None, f"{pointer} says {said!r}; accepted is the name of a checkpoint beside it"
+
+
+def _refuse_unreadable(folder: Path, names: Sequence[str]) -> None:
+    """Make sure that checkpoints of which none is whole could be read, before another run takes their place."""
+    with told_to_every_rank(f"{folder} cannot be read; accepted is a folder that can, or none"):
+        for file in (path for name in names for path in (folder / name).iterdir() if path.is_file()):
+            file.open("rb").close()
 
 
 def _whole(folder: Path) -> tuple[Checkpoint | None, str | None]:

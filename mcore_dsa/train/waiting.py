@@ -26,6 +26,8 @@ from mcore_dsa.train.ending import Status
 _logger = logging.getLogger(__name__)
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
+# Where `deprecated` wraps a function.
+_WRAPPERS = {"typing_extensions", "warnings", "_py_warnings"}
 # How code waits for a collective that it started before, or for a device that does.
 _WAITS = re.compile(r"\.(wait|synchronize|item|tolist)\(")
 # Beats that a rank may miss on a busy machine before it counts as silent.
@@ -112,7 +114,7 @@ class Watch:
                 if self._closed.is_set():
                     return
                 text = " ".join(str(error).split())[:200]
-                failure = self.found(f"rank {self._board.rank} has lost the launcher: {text}")
+                failure = self.found(f"rank {self._board.rank} has lost {self._board.keeper}: {text}")
             if failure is not None:
                 self._end(failure)
                 return
@@ -224,9 +226,9 @@ def _collective_of(stacks: Sequence[Sequence[FrameType]]) -> tuple[str, FrameTyp
     """The collective that one of the threads is in, and the frame that called it; else the first thread's frame."""
     for number, stack in enumerate(stacks):
         inside = 0
-        while inside < len(stack) and os.path.dirname(stack[inside].f_code.co_filename) == _DISTRIBUTED:
+        while inside < len(stack) and _is_torchs(stack[inside]):
             inside += 1
-        # The outermost of torch's frames is a decorator's.
+        # The outermost of these frames is a decorator's.
         names = [frame.f_code.co_name for frame in stack[:inside] if frame.f_code.co_name != "wrapper"]
         if names and inside < len(stack):
             return names[-1], stack[inside]
@@ -234,6 +236,11 @@ def _collective_of(stacks: Sequence[Sequence[FrameType]]) -> tuple[str, FrameTyp
         if number == 0 and (match := _WAITS.search(line)):
             return match[1], stack[0]
     return "", stacks[0][0] if stacks[0] else None
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    is_distributed = os.path.dirname(frame.f_code.co_filename) == _DISTRIBUTED
+    return is_distributed or frame.f_globals.get("__name__") in _WRAPPERS
 
 
 def _place(frame: FrameType | None) -> str:
