@@ -97,9 +97,9 @@ def test_others(name: str, capability: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "pool_size", "channels"), [(90, 3, 20), (90, 1, 512), (100, MOST_POOL_SIZE, 512)]
+    ("name", "capability", "pool_size", "channels"),
+    [(name, 90, 3, 20) for name in PRODUCTS] + [("query_grad", 90, 1, 512), ("query_grad", 100, MOST_POOL_SIZE, 512)],
 )
-@pytest.mark.parametrize("name", PRODUCTS)
 def test_other_geometries(name: str, capability: int, pool_size: int, channels: int) -> None:
     kernel, constants, _ = PRODUCTS[name]
     sizes = {"J": pool_size, "C": channels, "C_PADDED": triton.next_power_of_2(channels)}

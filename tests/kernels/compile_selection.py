@@ -24,7 +24,7 @@ COMPRESS = {"key_ptr": "*bf16", "gate_ptr": "*bf16", "ape_ptr": "*fp32", "token_
 # Registers a thread and programs a multiprocessor at heads x channels: GLM-5.3-Flash's, the greatest, the smallest.
 SHAPES = {
     90: {(32, 128): (128, 2), (64, 128): (128, 2), (24, 112): (128, 2), (1, 16): (128, 2)},
-    100: {(32, 128): (200, 1), (64, 128): (184, 1), (24, 112): (200, 1), (1, 16): (128, 2)},
+    100: {(32, 128): (200, 1), (64, 128): (184, 1), (1, 16): (128, 2)},
 }
 
 

@@ -79,13 +79,13 @@ def assert_within_bounds(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @given(LAYOUTS, GEOMETRIES, DTYPES)
-@hypothesis_settings(max_examples=13)
+@hypothesis_settings(max_examples=10)
 def test_within_the_bound_of_float64(segmentation, geometry, dtype) -> None:
     assert_within_bounds(Case.random(*segmentation, **geometry).to(dtype))
 
 
 @functools.cache
-def wide_case(dtype: torch.dtype = torch.float32, rows: int = 9) -> Case:
+def wide_case(dtype: torch.dtype = torch.float32, rows: int = 4) -> Case:
     """Rows of several tiles of slots; later tokens weigh more, so that the peak moves from tile to tile."""
     case = Case.random([[(0, 110)], [(7, 104)]], 110, budget=22, heads=3, channels=24, rows=rows, seed=5)
     case.position[:3] = torch.tensor([109, 103, 90])
@@ -144,8 +144,8 @@ def test_a_row_and_head_alone_is_itself(segmentation, geometry, data) -> None:
 
 def test_neither_pack_nor_batch_nor_budget_moves_a_bit() -> None:
     """Gradients of latents too: rows are added in order, three at a time or all at once."""
-    documents = [(0, 5), (5, 15), (16, 21)]
-    case = Case.random([documents, [(2, 20)]], 21, heads=3)
+    documents = [(0, 5), (5, 13), (14, 17)]
+    case = Case.random([documents, [(2, 12)]], 17, heads=3)
     whole = run(case)
     assert_equal(run(case, attend_bytes=3 * least(case)), whole)
     for begin, end in documents:

@@ -38,8 +38,10 @@ def test_equals_a_stable_sort(rows: list[Ranking], budget: int, more: int, first
         assert torch.equal(select(rows, budget, tiles=tiles, first_pool_id=first_pool_id), expected)
 
 
-@pytest.mark.parametrize("levels", [2000, 2**32 - 1])
-@pytest.mark.parametrize(("pools", "budget", "tiles"), [(262_144, 512, None), (262_144, 512, 1500), (50_001, 3000, 60)])
+@pytest.mark.parametrize(
+    ("pools", "budget", "tiles", "levels"),
+    [(262_144, 512, None, 2**32 - 1), (262_144, 512, 1500, 2000), (50_001, 3000, 110, 2**32 - 1)],
+)
 def test_long_rows(pools: int, budget: int, tiles: int | None, levels: int) -> None:
     row = ranking(pools, 37, levels, pools)
     assert torch.equal(select([row], budget, tiles=tiles)[0], row.best(budget, 0))

@@ -9,6 +9,7 @@ error: every load and store lies in a tensor of the call. And it runs programs o
 writes into the lines of the next is written over: under `backwards` they run in the other order.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,9 @@ from triton.runtime import interpreter
 
 _order = {"backwards": False}
 _patched: set[str] = set()
-_begin_X, _end_X = (np.empty(0, dtype=np.uint64) for _ in range(2))
+# Of what a kernel may touch, ascending; in front of it nothing, so that every address has a beginning before it.
+_begins: list[int] = [0]
+_ends: list[int] = [0]
 
 
 @contextmanager
@@ -77,16 +80,13 @@ def install() -> None:
 
 def _allow(tensors: list[torch.Tensor]) -> None:
     """From here on the memory of these, those that overlap as one."""
-    global _begin_X, _end_X
-    ranges: list[list[int]] = []
+    _begins[:], _ends[:] = [0], [0]
     for begin, end in sorted((x.data_ptr(), x.data_ptr() + _span(x)) for x in tensors):
-        if ranges and begin < ranges[-1][1]:
-            ranges[-1][1] = max(end, ranges[-1][1])
+        if begin < _ends[-1]:
+            _ends[-1] = max(end, _ends[-1])
         else:
-            ranges.append([begin, end])
-    # In front, nothing; every address has a range before it.
-    both = np.array([[0, 0], *ranges], dtype=np.uint64)
-    _begin_X, _end_X = both[:, 0].copy(), both[:, 1].copy()
+            _begins.append(begin)
+            _ends.append(end)
 
 
 def _span(x: torch.Tensor) -> int:
@@ -94,15 +94,19 @@ def _span(x: torch.Tensor) -> int:
 
 
 def _check(pointer: Any, mask: Any) -> None:
+    size = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+    # Most often what is masked lies inside as well.
+    if _is_inside(pointer.data, size):
+        return
     address = pointer.data[mask.data]
-    if not address.size:
+    if not address.size or _is_inside(address, size):
         return
-    size = np.uint64(interpreter._get_np_dtype(pointer.get_element_ty()).itemsize)
-    # Neighbours in memory are neighbours in a tensor: most calls touch one.
-    low, high = address.min(), address.max() + size
-    at = np.searchsorted(_begin_X, low, side="right") - 1
-    if high <= _end_X[at]:
-        return
-    at_X = np.searchsorted(_begin_X, address, side="right") - 1
-    if (address + size > _end_X[at_X]).any():
+    at = np.searchsorted(np.array(_begins, dtype=np.uint64), address, side="right") - 1
+    if (address + np.uint64(size) > np.array(_ends, dtype=np.uint64)[at]).any():
         raise IndexError("a lane is outside of the tensors of its kernel's call")
+
+
+def _is_inside(address: Any, size: int) -> bool:
+    """Whether all of them lie in one tensor."""
+    low = int(address.min())
+    return int(address.max()) + size <= _ends[bisect_right(_begins, low) - 1]
