@@ -89,9 +89,10 @@ def save_and_go_on(config: JobConfig) -> tuple[Run, Run]:
     run_dir = Path(config.run_dir)
     save_checkpoint(trainer, run_dir, digest)
     run = steps_of(trainer)
-    restore(trainer, run_dir)
-    move_by_one_place(trainer)
-    return run, steps_of(trainer)
+    moved, _ = trainer_of(config)
+    restore(moved, run_dir)
+    move_by_one_place(moved)
+    return run, steps_of(moved)
 
 
 def load(config: JobConfig, run_dir: Path, p2p: dict[str, bool]) -> Run:
