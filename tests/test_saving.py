@@ -5,6 +5,7 @@ import gc
 import hashlib
 import io
 import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,9 +101,11 @@ def damages(config: JobConfig) -> list[str]:
     indexer = dict(trainer.chunks[0].named_parameters())
     frozen = next(weight for name, weight in indexer.items() if name.endswith("indexer.linear_wk.weight"))
     moment = next(iter(trainer.optimizer.chained_optimizers[0].optimizer.state.values()))["exp_avg_sq"]
-    for tensor, value in ((frozen, torch.nan), (moment, torch.inf)):
+    # Of a whole replica, where there are two: its tensor-parallel ranks agree.
+    replica = {last} if last == 1 else {last - 1, last}
+    for tensor, value, where in ((frozen, torch.nan, {last}), (moment, torch.inf, {last}), (frozen, 0.25, replica)):
         before = tensor.data.view(-1)[0].item()
-        if rank == last:
+        if rank in where:
             # As corrupted memory would: neither the version nor the address of the weight changes.
             tensor.data.view(-1)[0] = value
         save()
@@ -125,13 +128,18 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_not_published(ranks: int, t
     config = tiny(tmp_path / "run", "--training.micro_batch_size 1")
     all_told = megatron_ranks(damages, ranks, config, tp=tp, env={FLAG: "1"})
     assert all(told == all_told[0] for told in all_told)
-    first, frozen, moment, disk, at_end, *metadata, second = all_told[0]
+    first, frozen, moment, replica, disk, at_end, *metadata, second = all_told[0]
     assert (first, second) == ("", "")
     name = "model.decoder.layers.0.self_attention.core_attention.indexer.linear_wk.weight"
     assert frozen == (
         f"weights after step 2: {name} is not finite on ranks [{ranks - 1}]; accepted are finite numbers alone"
     )
     assert "exp_avg_sq of the optimizer is not finite on ranks" in moment
+    others, those = ("0", "1") if ranks == 2 else ("0", "2")
+    digest = r"'[0-9a-f]{16}' on ranks"
+    assert re.match(
+        rf"drift between replicas of weights: {name[6:]} is {digest} \[{others}\], {digest} \[{those}\]; ", replica
+    )
     for told in (disk, at_end):
         assert told.startswith(f"the checkpoint in {tmp_path}/run/checkpoints/step_00000002 cannot be written, ")
         assert " bytes are free there: " in told
