@@ -120,15 +120,17 @@ def test_a_run_goes_on_bit_for_bit_after_every_fault(ranks: int, tmp_path: Path)
     assert flags.statuses == [2] * ranks
     assert re.search(rf"^rank {ranks // 2}: {FLAG} is 'perhaps'; accepted are ", flags.last_word())
 
-    drifted = fault(3, writes_to_a_weight)
-    assert drifted.statuses == [1] * ranks
-    assert re.search(
-        rf"drift between replicas of weights: \S+wq_b.weight is .* on ranks \[{last}\]", drifted.last_word()
-    )
+    # Of four ranks, `test_faults.py` and `test_saving.py`.
+    if ranks == 2:
+        drifted = fault(3, writes_to_a_weight)
+        assert drifted.statuses == [1] * ranks
+        assert re.search(
+            rf"drift between replicas of weights: \S+wq_b.weight is .* on ranks \[{last}\]", drifted.last_word()
+        )
 
-    full = fault(3, disk_is_full)
-    assert full.statuses == [2] * ranks
-    assert re.search(r"checkpoint .*cannot be written.*OSError", full.last_word())
+        full = fault(3, disk_is_full)
+        assert full.statuses == [2] * ranks
+        assert re.search(r"checkpoint .*cannot be written.*OSError", full.last_word())
 
     start(tiny(run_dir, RUN, "--resume"), ranks)
     assert_equal_runs(straight, run_dir)
