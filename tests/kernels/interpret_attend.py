@@ -130,7 +130,7 @@ def test_gradients_of_latents_are_added_in_the_order_of_rows(segmentation, geome
 
 
 @given(LAYOUTS, GEOMETRIES, st.data())
-@hypothesis_settings(max_examples=6)
+@hypothesis_settings(max_examples=4)
 def test_a_row_and_head_alone_is_itself(segmentation, geometry, data) -> None:
     case = Case.random(*segmentation, **geometry)
     out, q_grad, _ = run(case)
@@ -162,10 +162,9 @@ def test_neither_pack_nor_batch_nor_budget_moves_a_bit() -> None:
         assert_equal(run(alone), tuple(x[begin:end, :1] for x in whole))
 
 
-@pytest.mark.parametrize("heads", [3, 17])
-def test_the_order_of_programs_moves_no_bit(heads: int) -> None:
+def test_the_order_of_programs_moves_no_bit() -> None:
     """None writes where another does."""
-    case = Case.random([[(0, 9), (9, 14)], [(2, 13)]], 14, heads=heads, rows=6, budget=2)
+    case = Case.random([[(0, 9), (9, 14)], [(2, 13)]], 14, heads=17, rows=6, budget=2)
     expected = run(case)
     with backwards(), poisoned(NAN):
         assert_equal(run(case), expected)

@@ -103,7 +103,7 @@ def test_the_order_of_programs_moves_no_bit(call: Call, blocks: bool) -> None:
         assert torch.equal(select(TRITON, call, smallest(call) if blocks else DEFAULT_BYTES)[0], expected)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(many_rows())
 def test_equals_the_torch_backend_in_many_strips(call: Call) -> None:
     """Of two to five tiles of rows each, in one strip and in as many as there are."""
