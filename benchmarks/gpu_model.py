@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_dsa.geometry import DsaGeometry
+from mcore_dsa.kernels.tiles import CHAIN
 from mcore_dsa.work import selection_work
 
 GEOMETRY = DsaGeometry.from_config(Path(__file__).parents[1] / "configs" / "glm-5.3-flash.json")
@@ -127,8 +128,11 @@ def attention_seconds(tokens: int, ranks: int, *, by_rows: bool, backward: bool 
 
 
 def chain_seconds(rows: int) -> float:
-    """Backward's program of a pool that as many rows of a rank select: they follow one another, two latencies each."""
-    return rows * 2 * LATENCY
+    """Backward's program of a pool that as many rows of a rank select, one after another.
+
+    The places of `CHAIN` rows take two latencies, what they contribute one for every two: as ptxas orders the loads.
+    """
+    return rows * (2 / CHAIN + 1 / 2) * LATENCY
 
 
 def lines() -> Iterator[str]:

@@ -100,12 +100,13 @@ def cell_kernel(
 def add_kernel(
     cell_ptr, entry_ptr, slot_grad_ptr, position_ptr, sum_ptr,
     count, from_item, columns, width, tokens, batch,
-    J: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
+    J: tl.constexpr, TOKENS: tl.constexpr, CHAIN: tl.constexpr, C: tl.constexpr, C_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Add to `TOKENS` of a cell's tokens what the columns that attend it contribute, the first of them first.
 
     Cells stand sorted, and with each the column it is of, numbered `item * columns + column`. The programs of a cell's
-    first entry go through all of them.
+    first entry go through all of them, `CHAIN` at a time: what is loaded for those of another cell is zeros, and a sum
+    that began at zero is never -0.0.
     """
     parts: tl.constexpr = (J + TOKENS - 1) // TOKENS
     entry = tl.program_id(0) // parts
@@ -120,15 +121,20 @@ def add_kernel(
     mine = (channel < C)[None, :] & (j < J)[:, None]
     total = tl.load(place, mask=mine & (token < tokens)[:, None], other=0.0)
     touched = token < 0
+    ahead_X = tl.arange(0, CHAIN)
     here = cell
     while here == cell:
-        column = tl.load(entry_ptr + entry)
-        item = column // columns
-        line = item * width + column % columns * J + j
-        # All of a pool, and of the tail's cell the tail.
-        seen = token <= tl.load(position_ptr + (from_item + item) // batch)
-        total += tl.load(slot_grad_ptr + line[:, None] * C + channel[None, :], mask=mine & seen[:, None], other=0.0)
-        touched = touched | seen
-        entry += 1
+        follows_X = tl.load(cell_ptr + entry + ahead_X, mask=entry + ahead_X < count, other=NOWHERE) == cell
+        column_X = tl.load(entry_ptr + entry + ahead_X, mask=follows_X, other=0)
+        item_X = column_X // columns
+        line_X = item_X * width + column_X % columns * J
+        # All of a pool, of the tail's cell the tail, and of another cell nothing.
+        last_X = tl.where(follows_X, tl.load(position_ptr + (from_item + item_X) // batch), -1)
+        for step in tl.static_range(CHAIN):
+            line = tl.sum(tl.where(ahead_X == step, line_X, 0), 0) + j
+            seen = token <= tl.sum(tl.where(ahead_X == step, last_X, 0), 0)
+            total += tl.load(slot_grad_ptr + line[:, None] * C + channel[None, :], mask=mine & seen[:, None], other=0.0)
+            touched = touched | seen
+        entry += CHAIN
         here = tl.load(cell_ptr + entry, mask=entry < count, other=NOWHERE)
     tl.store(place, total, mask=mine & touched[:, None])

@@ -13,6 +13,8 @@ MOST_ROWS = 8
 MOST_HEADS = 64
 # Slots of a row whose contributions to latents one program computes; with more, an SM holds fewer programs.
 CELL_SLOTS = 16
+# Slots that add to one pool whose places a program looks up together; it then has two contributions under way.
+CHAIN = 8
 
 
 def rows_of_tile(heads: int) -> int:

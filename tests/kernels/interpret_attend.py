@@ -25,6 +25,7 @@ from mcore_dsa.backends import AttentionCall
 from mcore_dsa.backends.triton import TritonBackend
 from mcore_dsa.backends.triton.scratch import smallest_attend_bytes
 from mcore_dsa.head_exchange import HeadExchange
+from mcore_dsa.kernels.tiles import CHAIN
 from mcore_dsa.plan import SelectionPlan
 from mcore_dsa.rows import RowPartition
 
@@ -123,10 +124,26 @@ def test_gradients_of_latents_are_added_in_the_order_of_rows(segmentation, geome
     case = Case.random(*segmentation, **geometry)
     whole = run(case)
     assert_equal(run(case, attend_bytes=least(case)), whole)
+    assert torch.equal(added_row_by_row(case), whole[2])
+
+
+@pytest.mark.parametrize("rows", [CHAIN, CHAIN + 1, 2 * CHAIN + 3])
+def test_so_are_those_of_a_pool_that_every_row_selects(rows: int) -> None:
+    case = popular_pool(rows)
+    assert torch.equal(assert_within_bounds(case)[2], added_row_by_row(case))
+
+
+def popular_pool(rows: int) -> Case:
+    """Rows that select the first pool, and no other."""
+    case = Case.random([[(0, 8 + rows)]], 8 + rows, heads=1, channels=16, budget=1).rows(slice(8, 8 + rows))
+    return replace(case, selection=torch.zeros_like(case.selection))
+
+
+def added_row_by_row(case: Case) -> Tensor:
     total = torch.zeros_like(case.kv)
     for row in range(len(case.position)):
         total += run(case.rows(slice(row, row + 1)))[2]
-    assert torch.equal(total, whole[2])
+    return total
 
 
 @given(LAYOUTS, GEOMETRIES, st.data())

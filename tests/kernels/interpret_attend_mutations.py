@@ -82,6 +82,10 @@ def backward_of_parts() -> None:
     within(case.rows(torch.tensor([9, 11, 13])), 3)
 
 
+def backward_of_a_chain() -> None:
+    within(checks.popular_pool(2 * checks.CHAIN + 3), 3)
+
+
 def backward_backwards() -> None:
     """Forward, what a program writes into the lines of those behind it is written over."""
     with backwards():
@@ -214,16 +218,29 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "the tail attends no cell": ("attend_slots", " | ((column == filled) & (tail > 0))", "", backward),
     "cells of all rows are one row's": ("attend_slots", "cell_ptr + here * columns", "cell_ptr", backward),
     "cells are added again": ("attend_slots", "| (cell == before)", "", backward),
-    "the tail's later tokens": ("attend_slots", "seen = token <= tl.load(", "seen = token >= 0 * tl.load(", backward),
-    "a row's own token is left out": ("attend_slots", "seen = token <= tl.load(", "seen = token < tl.load(", backward),
+    "the tail's later tokens": ("attend_slots", "seen = token <= tl.sum(", "seen = token <= 9999 + tl.sum(", backward),
+    "a row's own token is left out": ("attend_slots", "seen = token <= tl.sum(", "seen = token < tl.sum(", backward),
     "what rows before came to is lost": (
         "attend_slots",
         "total = tl.load(place, mask=mine & (token < tokens)[:, None], other=0.0)",
         "total = tl.zeros([TOKENS, C_PADDED], tl.float32)",
         in_pieces,
     ),
-    "every column is the first": ("attend_slots", "column % columns * J", "0", backward),
-    "every entry is of the first row": ("attend_slots", "item = column // columns", "item = column * 0", backward),
+    "every column is the first": ("attend_slots", "column_X % columns * J", "0", backward),
+    "every entry is of the first row": (
+        "attend_slots",
+        "item_X = column_X // columns",
+        "item_X = column_X * 0",
+        backward,
+    ),
+    "another cell's entries are added": (
+        "attend_slots",
+        "tl.where(follows_X, tl.load(",
+        "tl.where(follows_X | True, tl.load(",
+        backward,
+    ),
+    "an entry is left out": ("attend_slots", "entry += CHAIN", "entry += CHAIN + 1", backward_of_a_chain),
+    "an entry is added twice": ("attend_slots", "entry += CHAIN", "entry += CHAIN - 1", backward_of_a_chain),
     "every part is the first": ("attend_slots", "% parts * TOKENS", "% parts * 0", backward_of_parts),
     "a cell has one part": ("attend_slots", "tl.program_id(0) // parts", "tl.program_id(0)", backward_of_parts),
     "tokens past the last are read": ("attend_slots", "mine & (token < tokens)[:, None]", "mine", backward_of_parts),

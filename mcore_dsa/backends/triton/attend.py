@@ -29,7 +29,7 @@ from mcore_dsa.kernels.attend_slots import (
 )
 from mcore_dsa.kernels.items import Items, find_faults, launch
 from mcore_dsa.kernels.operands import on_16_bytes
-from mcore_dsa.kernels.tiles import CELL_SLOTS
+from mcore_dsa.kernels.tiles import CELL_SLOTS, CHAIN
 
 LOG2_E = 1.4426950408889634
 # A tile of latents, a mixture of as many channels a head: what fits the registers of one program.
@@ -128,6 +128,7 @@ def _add_latent_grads(call: AttentionCall, items: Items, of_rows: tuple[Tensor, 
             *(len(sorted_X), first, columns, slot_grad.shape[1], tokens, batch),
             J=pool_size,
             TOKENS=of_a_program,
+            CHAIN=CHAIN,
             C=channels,
             C_PADDED=triton.next_power_of_2(channels),
         )
