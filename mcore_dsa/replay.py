@@ -209,7 +209,7 @@ class VerifiedReplay:
         """As `Replayed.own_rows`.
 
         Raises: ValueError on every rank, naming rank and rows of ids that the row does not see, and of those that are
-            others in the record of the next rank; and what a rank raises meanwhile.
+            others in the record of the next rank; and what a rank raises while it compares them.
         """
         plan, scored, told = request.plan, self.verified.scored, self.verified.told(request)
         own_BOK = self.replayed.own_rows(request)

@@ -1,11 +1,14 @@
 """Whether ranks that hold the same weights still hold the same bits: what no selection and no loss tells.
 
-Megatron keeps replicas equal by giving them equal gradients. One that came apart, by a bit that flipped, a file that
-was another one or a write on one rank only, trains on beside the others, and a checkpoint holds whichever was written.
+Megatron keeps replicas equal by giving them equal gradients, and a distributed optimizer by giving all ranks the
+weights of the rank that owns them. One that came apart, by a bit that flipped, a file that was another one or a write
+on one rank only, reaches every gradient of a step; where no update goes over it, in frozen weights and over tensor
+parallelism, it trains on beside the others, and a checkpoint holds whichever was written.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -15,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from mcore_dsa.agreement import differences
+from mcore_dsa.checks import form_of
 from mcore_dsa.collectives import gather_rows, greatest
 from mcore_dsa.watch import whole_digest
 
@@ -24,11 +28,13 @@ _NAMED = 8
 
 @torch.no_grad()
 def check_replicas(chunks: Sequence[nn.Module], pg_collection: ProcessGroupCollection | None = None) -> None:
-    """Compare every parameter with those of the ranks that hold it too, by digests of its bits.
+    """Compare parameters with those of the ranks that hold them too, by digests of their bits.
 
     A parameter is the same over data and context parallelism, and over tensor parallelism unless it is cut there
     (Megatron's `tensor_model_parallel`); one of an expert over the expert's data-parallel ranks. One reduction of 16
-    bytes a parameter over each of these groups; every rank of the world has to call this, between two steps.
+    bytes a parameter over each of these groups, and a small one before it; every rank of the world has to call this,
+    best between backward and the update. Not compared: buffers, an optimizer's own weights, embeddings that pipeline
+    stages share.
 
     Args:
         chunks: this rank's model chunks.
@@ -62,6 +68,12 @@ def _differing(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) ->
     """How the ranks of `group` differ in these, which all of them hold whole."""
     if not named or group.size() == 1:
         return []
+    text = "; ".join(f"{name} {form_of(tensor)}" for name, tensor in named)
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+    most, least = greatest([number, -number], [group], named[0][1].device)
+    ranks = dist.get_process_group_ranks(group)
+    if most != -least:
+        return [f"ranks {ranks} hold weights of other names, shapes or dtypes; accepted are those of one model"]
     digest_X = torch.cat([whole_digest(tensor) for _, tensor in named])
     # The complement's greatest is the complement of the smallest.
     most_2X = torch.cat([digest_X, ~digest_X])
@@ -71,7 +83,6 @@ def _differing(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) ->
     if not len(differing):
         return []
     of_ranks = gather_rows(digest_X[differing].unsqueeze(0), group, agreed=True).T.tolist()
-    ranks = dist.get_process_group_ranks(group)
     return [
         sentence
         for index, digests in zip(differing.tolist(), of_ranks, strict=True)

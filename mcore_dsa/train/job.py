@@ -150,7 +150,9 @@ def train(job: Job, attendance: Attendance | None = None) -> Summary:
     try:
         evaluated = None if job.evaluated is None else job.evaluated.digest
         digests = {"digest of data": job.corpus.digest, "digest of evaluation.data": evaluated}
-        refuse_differences({**asdict(job.config), **digests})
+        # Replicas may run with other settings, but for when all of them compare their weights.
+        drift_every = read_settings().drift_every
+        refuse_differences({**asdict(job.config), **digests, drift_every.name: drift_every.value})
         with owned(job.run_dir) as run_dir:
             start = _start_of(job)
             if start is not None and start.step >= job.config.training.steps:

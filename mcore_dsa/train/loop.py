@@ -118,13 +118,14 @@ class Trainer:
         self._clear_gradients()
         count = self.config.micro_batches(dist.get_world_size())
         sums = self._run_schedule(self._samples, batch.start, count, forward_only=False)
+        if self._compared_every and (self.step + 1) % self._compared_every == 0:
+            # The update gives every rank the weights of the rank that owns them, and hides what a gradient came from.
+            self.check_replicas()
         # Before the update, so that the warm-up does not spend its first step at a rate of zero.
         self.scheduler.step(1)
         _, gradient_norm, _ = self.optimizer.step()
         loss, stopped = _over_all_ranks(sums, self._device, stop=self._stop())
         self.step += 1
-        if self._compared_every and self.step % self._compared_every == 0:
-            self.check_replicas()
         own = RankCounts.so_far(self._attentions).since(before)
         counts = own.of_all_ranks(self._device)
         return StepReport(
